@@ -395,7 +395,7 @@ def _code() -> str:
     return "\n".join(
         path.read_text(encoding="utf-8")
         for path in files
-        if path.parent.name not in excluded and path.name != "step_metrics.py"
+        if path.parent.name not in excluded and path.name not in ("step_metrics.py", "metric_definition.py")
     )
 
 

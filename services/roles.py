@@ -70,7 +70,37 @@ def build_model_role(
     ``workers`` and ``commands``: the group of the role. ``credentials``: those of the process, with which the ranks of a group
     call each other. Raises ModelError, ConfigError or ServiceUnavailable.
     """
-    return _BUILD[role](config, compute, threads, workers, commands, credentials)
+    if role is Role.ACTOR:
+        failpoint("actor.loading")
+        return _build_actor(config, compute, threads, workers, commands, credentials)
+    if role is Role.CRITIC:
+        failpoint("critic.loading")
+        access, monitor = _buffer(config, credentials)
+        return CriticServicer(_critic(config, access, workers), compute, threads, monitor.is_lost, commands)
+    if role is Role.REWARD:
+        failpoint("reward.loading")
+        source = build_reward(config, device_of(config.services.reward, workers.rank), workers, credentials)
+        # Functions and scorers run in separate processes. Their callers wait on a separate thread, not on that of the models.
+        thread = compute if source.status().parameters else ComputeThread()
+        sharing = config.services.reward.sharing
+        return RewardServicer(source, thread, threads, commands, SharedTurns(sharing) if sharing is not None else None)
+    assert role is Role.REFERENCE, role
+    failpoint("reference.loading")
+    return ReferenceServicer(_reference(config, workers), compute, threads, commands)
+
+
+def _buffer(config: Config, credentials: Credentials) -> tuple[Callable[[str], BufferAccess], ConnectionMonitor]:
+    """Connect to the buffer. Return the function that gives access to the data of a run, and the monitor of the connection."""
+    url = required_buffer_url(config, credentials.folder)
+    client = connect_at_start(url, config.timeouts.load_seconds)
+    monitor = ConnectionMonitor(client, url)
+
+    def access(run: str) -> BufferAccess:
+        return BufferAccess(
+            RolloutStream(client, url, run, monitor.mark_lost), ExperienceStore(client, url, run, monitor.mark_lost)
+        )
+
+    return access, monitor
 
 
 def _build_actor(
@@ -81,16 +111,7 @@ def _build_actor(
     commands: Commands | None,
     credentials: Credentials,
 ) -> ActorServicer:
-    failpoint("actor.loading")
-    url = required_buffer_url(config, credentials.folder)
-    client = connect_at_start(url, config.timeouts.load_seconds)
-    monitor = ConnectionMonitor(client, url)
-
-    def access(run: str) -> BufferAccess:
-        return BufferAccess(
-            RolloutStream(client, url, run, monitor.mark_lost), ExperienceStore(client, url, run, monitor.mark_lost)
-        )
-
+    access, monitor = _buffer(config, credentials)
     device = device_of(config.services.actor, workers.rank)
     rollout, ahead = config.rollout, config.rollout.max_off_policy_steps
     kind = find_engine(rollout.engine)
@@ -151,59 +172,23 @@ def _build_actor(
     return ActorServicer(actor, compute, threads, monitor.is_lost, generation, everything, commands=commands)
 
 
-def _build_critic(
-    config: Config,
-    compute: ComputeThread,
-    threads: int,
-    workers: Workers,
-    commands: Commands | None,
-    credentials: Credentials,
-) -> CriticServicer:
-    failpoint("critic.loading")
-    url = required_buffer_url(config, credentials.folder)
-    client = connect_at_start(url, config.timeouts.load_seconds)
-    monitor = ConnectionMonitor(client, url)
-    critic = Critic(
+def _critic(config: Config, access: Callable[[str], BufferAccess], workers: Workers) -> Critic:
+    return Critic(
         config.critic,
         config.critic_model,
         device_of(config.services.critic, workers.rank),
         run_root(config),
-        lambda run: ExperienceStore(client, url, run, monitor.mark_lost),
+        lambda run: access(run).experience,
         config.run.seed,
         num_update_threads(config, Role.CRITIC),
         limits_of(config, Role.CRITIC, workers.rank),
         workers,
         config.services.critic.offload,
     )
-    return CriticServicer(critic, compute, threads, monitor.is_lost, commands)
 
 
-def _build_reward(
-    config: Config,
-    compute: ComputeThread,
-    threads: int,
-    workers: Workers,
-    commands: Commands | None,
-    credentials: Credentials,
-) -> RewardServicer:
-    failpoint("reward.loading")
-    source = build_reward(config, device_of(config.services.reward, workers.rank), workers, credentials)
-    # Functions and scorers run in separate processes. Their callers wait on a separate thread, not on the models' compute thread.
-    thread = compute if source.status().parameters else ComputeThread()
-    sharing = config.services.reward.sharing
-    return RewardServicer(source, thread, threads, commands, SharedTurns(sharing) if sharing is not None else None)
-
-
-def _build_reference(
-    config: Config,
-    compute: ComputeThread,
-    threads: int,
-    workers: Workers,
-    commands: Commands | None,
-    credentials: Credentials,
-) -> ReferenceServicer:
-    failpoint("reference.loading")
-    reference = Reference(
+def _reference(config: Config, workers: Workers) -> Reference:
+    return Reference(
         config.reference_model,
         config.reference.dtype or config.actor.dtype,
         device_of(config.services.reference, workers.rank),
@@ -211,15 +196,6 @@ def _build_reference(
         workers,
         run_root(config),
     )
-    return ReferenceServicer(reference, compute, threads, commands)
-
-
-_BUILD: dict[Role, Callable[..., ModelServicer[Any]]] = {
-    Role.ACTOR: _build_actor,
-    Role.CRITIC: _build_critic,
-    Role.REWARD: _build_reward,
-    Role.REFERENCE: _build_reference,
-}
 
 
 def set_up_thread(threads: int, workers: Workers) -> Callable[[], None]:

@@ -168,8 +168,8 @@ def _wait_until_started(
         time.sleep(POLL_SECONDS)
     raise ProblemError(
         504,
-        f"run {files.root.name!r}: still checks its config and inputs after {START_TIMEOUT_SECONDS:g} seconds, and goes on; "
-        f"GET /runs/{files.root.name} answers when it trains, and {LOG_NAME} in its folder logs says why if it does not",
+        f"run {files.root.name!r}: is still checking its config and inputs after {START_TIMEOUT_SECONDS:g} seconds; the start "
+        f"continues. GET /runs/{files.root.name} answers once it trains; if it does not, its logs/{LOG_NAME} says why",
     )
 
 

@@ -91,7 +91,7 @@ PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
         429: "Too many requests; retry after the time in `Retry-After`.",
         500: "Internal error; the gateway's log has the cause.",
         503: "A process of the run, or the gateway itself, is unavailable.",
-        504: "A process of the run cancelled its response, or a run that was started here still checks its inputs.",
+        504: "A process of the run cancelled its response, or a run is still checking its inputs.",
         507: "A file of the run cannot be written.",
     }.items()
 }

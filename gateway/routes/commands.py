@@ -51,7 +51,7 @@ def start_run(
 ) -> RunSummary:
     """Start a run, or continue an existing one. Respond after its inputs are validated. A run outlives the gateway.
 
-    A run that checks its inputs for more than 20 seconds goes on; the response is 504 then.
+    If the checks take more than 20 seconds, the response is 504 and the start continues.
     """
     if not settings.start_runs:
         raise ProblemError(403, "this gateway may not start runs; set gateway.start_runs, or use quartet train CONFIG")

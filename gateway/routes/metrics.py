@@ -15,7 +15,8 @@ from quartet.gateway.readers.metric_columns import MetricColumns, Metrics
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.readers.run_readers import RunReaders
 from quartet.gateway.routes.dependencies import TheCatalog, TheReaders, TheRunFiles
-from quartet.telemetry.step_metrics import CHARTS, METRICS, MetricDefinition
+from quartet.telemetry.metric_definition import MetricDefinition
+from quartet.telemetry.step_metrics import CHARTS, METRICS
 
 router = api_router("metrics")
 

@@ -5,7 +5,7 @@ const element = document.getElementById("recording");
 /** {about, responses: {path: response}}; null with a gateway. */
 export const recording = element && JSON.parse(element.textContent);
 
-/** Return the recorded response to a request; undefined if there is none. */
+/** Return the recorded response to a request, or undefined. */
 export function recorded(path, query) {
   const response = recording.responses[path];
   if (response && path.endsWith("/metrics")) return between(response, query);

@@ -49,11 +49,8 @@ class RunContext:
         credentials: Credentials = LOCAL,
     ) -> RunContext:
         """Connect to the buffer at ``url`` and to the services. Raises ConfigError or ServiceUnavailable."""
-        files, redis, run = (
-            RunFiles(config.run_directory),
-            connect_at_start(url, config.timeouts.load_seconds),
-            config.run.name,
-        )
+        files, run = RunFiles(config.run_directory), config.run.name
+        redis = connect_at_start(url, config.timeouts.load_seconds)
         clients, profiler = ServiceClients(config, credentials, board.note), StepProfiler(traces)
         if traces is not None:
             clients.observe(traces)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -12,14 +14,11 @@ from quartet.contract.arrays import FloatArray, IntArray
 from quartet.contract.generation import EngineProperties as EngineProperties
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import TrajectoryId, VersionSpan
+from quartet.errors import ConfigError
 from quartet.weight_transfer.tensors import WeightSet
 
 if TYPE_CHECKING:
     from quartet.config.root import Config
-from importlib import import_module
-from importlib.metadata import entry_points
-
-from quartet.errors import ConfigError
 
 Cancelled = Callable[[], bool]
 """Function that returns True once the caller no longer waits."""

@@ -7,212 +7,127 @@ line read it. A test compares the names with those that the code writes.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from typing import Literal
-
-from pydantic import ConfigDict
+from dataclasses import replace
 
 from quartet.contract.logged_values import PREFIX
-
-
-@dataclass(frozen=True, slots=True)
-class MetricDefinition:
-    """One metric of metrics.jsonl or evaluations.jsonl."""
-
-    __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
-
-    name: str
-    """Key in the file. NAME stands for a part of a reward ensemble, or for a set of prompts."""
-    unit: str
-    """Unit, or an empty string."""
-    meaning: str
-    healthy: str
-    """Shape of the curve in a run that learns."""
-    warning: str = ""
-    """Shape of the curve when something is wrong, or an empty string."""
-    chart: str = ""
-    """Title of the chart that shows it, or an empty string."""
-    label: str = ""
-    """Name of its curve in the chart, and in tables for people. NAME stands for a part, as in the name."""
-    needs: Literal["", "scores", "critic", "teacher"] = ""
-    """Part of a run without which it has no such chart."""
-
-    @property
-    def title(self) -> str:
-        """Label and unit."""
-        return f"{self.label}, {self.unit}" if " per " in self.unit else self.label
-
-
-_CHARTS: tuple[tuple[str, Literal["", "scores", "critic", "teacher"], dict[str, str]], ...] = (
-    ("Reward", "scores", {"reward_mean": "reward"}),
-    ("Reward parts", "scores", {"reward_NAME_mean": "NAME"}),
-    ("Reward weights", "scores", {"reward_NAME_weight": "NAME"}),
-    ("KL to the teacher", "teacher", {"teacher_kl": "reverse KL"}),
-    ("KL to the reference", "", {"kl_mean": "KL"}),
-    ("Response length", "", {"response_tokens_mean": "tokens per response"}),
-    ("Entropy", "", {"entropy": "entropy"}),
-    ("Policy loss", "", {"policy_loss": "policy loss"}),
-    ("Value loss", "critic", {"value_loss": "value loss"}),
-    (
-        "Step time",
-        "",
-        {"seconds": "total", "generate_seconds": "generate", "score_seconds": "score", "update_seconds": "update"},
-    ),
-    ("Finished responses", "", {"eos_rate": "finished responses"}),
-    ("Gradient norms", "", {"grad_norm_actor": "actor"}),
-    ("Gradient norms", "critic", {"grad_norm_critic": "critic"}),
-    ("Clipped", "", {"clip_fraction": "clip fraction"}),
-    ("Clipped", "critic", {"value_clip_fraction": "clip fraction of values"}),
-    ("Approximate KL", "", {"approx_kl": "old policy to new"}),
-    (
-        "Correction for the engine",
-        "",
-        {
-            "importance_ess": "effective sample size",
-            "importance_truncated_fraction": "truncated",
-            "importance_masked_fraction": "masked",
-            "rejected_fraction": "rejected",
-            "off_policy_masked_fraction": "off-policy",
-        },
-    ),
-    ("Explained variance", "critic", {"explained_variance": "explained variance"}),
-    ("KL coefficient", "", {"kl_coefficient": "β"}),
-    ("Learning rate", "", {"learning_rate_actor": "actor"}),
-    ("Learning rate", "critic", {"learning_rate_critic": "critic"}),
-    ("Repetition", "", {"repetition": "repetition"}),
-    ("Reward on validation prompts", "", {"eval_reward_greedy": "greedy", "eval_reward_sampled": "sampled"}),
-    (
-        "Win rate against the initial policy",
-        "",
-        {"eval_win_rate_greedy": "greedy", "eval_win_rate_sampled": "sampled", "eval_judge_win_rate": "judge"},
-    ),
-    ("KL of sampled responses", "", {"eval_kl": "sampled"}),
-    ("Length of evaluated responses", "", {"eval_tokens_greedy": "greedy", "eval_tokens_sampled": "sampled"}),
-)
-"""Charts in their order: title, part of a run that they need, and the labels of their curves by metric."""
-
-
-def _metric(name: str, unit: str, meaning: str, healthy: str, warning: str = "") -> MetricDefinition:
-    found = ((chart, labels[name], needs) for chart, needs, labels in _CHARTS if name in labels)
-    return MetricDefinition(name, unit, meaning, healthy, warning, *next(found, ()))
-
+from quartet.telemetry.metric_definition import CHART_CURVES, MetricDefinition, metric
 
 STEP_METRICS = (
-    _metric("step", "", "Number of the step, from 1.", "rises", "stands still"),
-    _metric(
+    metric("step", "", "Number of the step, from 1.", "rises", "stands still"),
+    metric(
         "reward_mean", "reward", "Mean score, as the reward source returns it.", "rises slowly", "rises fast, or never"
     ),
-    _metric(
+    metric(
         "reward_std",
         "reward",
         "Standard deviation of scores between responses.",
         "well above 0",
         "near 0: there is nothing to learn from",
     ),
-    _metric(
+    metric(
         "reward_NAME_mean",
         "reward",
         "Mean unweighted score of the ensemble part NAME.",
         "all parts rise together, or hold",
         "one part rises at the expense of the others",
     ),
-    _metric(
+    metric(
         "reward_NAME_weight",
         "",
         "Weight of the ensemble part NAME in this step. With 0 the part is a shadow: nothing is trained on its scores.",
         "steady, or changed by a user",
     ),
-    _metric(
+    metric(
         "reward_NAME_missing",
         "responses",
         "Responses of the step that the ensemble part NAME has not scored: a shadow that failed, or an optional part.",
         "0",
         "above 0: the shadow fails, see the log of the reward service",
     ),
-    _metric(
+    metric(
         "logged_NAME",
         "",
         "Mean of what the reward function logged as NAME: log_metric of TRL, a number beside the score of verl, or extra_logs of "
         "OpenRLHF. The first 64 names in alphabetical order.",
         "as the function defines it",
     ),
-    _metric(
+    metric(
         "set_NAME_reward_mean",
         "reward",
         "Mean score of the responses to prompts of the set NAME. Absent in steps without its prompts.",
         "all sets rise, or hold",
         "one set rises at the expense of the others",
     ),
-    _metric(
+    metric(
         "score_mean",
         "reward",
         "Mean score after normalisation, scale, clip and penalties.",
         "follows reward_mean",
         "falls below reward_mean: penalties outweigh the scores",
     ),
-    _metric(
+    metric(
         "kl_mean",
         "nats per response",
         "KL to the reference.",
         "rises, then settles",
         "rises without end, jumps, or stays at 0",
     ),
-    _metric(
+    metric(
         "reference_version",
         "step",
         "Step after which the reference was last synchronized with the policy, 0 before. Only with reference.sync_steps.",
         "rises by reference.sync_steps",
     ),
-    _metric(
+    metric(
         "teacher_kl",
         "nats per token",
         "Reverse KL to the teacher. Only with algorithm.distillation; kl_mean has it per response.",
         "falls, then settles above 0",
         "rises, or does not fall: raise actor.learning_rate",
     ),
-    _metric(
+    metric(
         "kl_coefficient",
         "per nat",
         "Weight β of the KL in the rewards or in the loss of this step.",
         "steady, or slowly moving",
         "grows or shrinks without end: the target is out of reach",
     ),
-    _metric(
+    metric(
         "entropy_coefficient",
         "loss per nat",
         "Weight of the entropy in the policy loss of this step. Only if it can be above 0.",
         "steady, or moves around a value",
         "stays at algorithm.entropy_controller.max_coefficient: the target is out of reach",
     ),
-    _metric(
+    metric(
         "entropy",
         "nats per token",
         "Entropy of the policy.",
         "falls slowly",
         "falls fast to near 0, or rises steadily",
     ),
-    _metric(
+    metric(
         "entropy_slope",
         "nats per token and step",
         "Change of entropy per step, over the window of the guards.",
         "near 0, slightly negative",
         "strongly negative for long",
     ),
-    _metric(
+    metric(
         "policy_loss",
         "",
         "Mean loss of the policy's optimizer steps.",
         "around 0 without trend; it does not measure progress",
         "spikes",
     ),
-    _metric(
+    metric(
         "approx_kl",
         "nats per token",
         "KL from the old to the new policy within a step.",
         "small and steady",
         "spikes",
     ),
-    _metric(
+    metric(
         "clip_fraction",
         "share of tokens",
         "Share of tokens that a clip, a mask or a selection of the policy loss affects. With cispo their weight is limited, with "
@@ -220,48 +135,48 @@ STEP_METRICS = (
         "small, above 0",
         "always 0, or a large share",
     ),
-    _metric("grad_norm_actor", "", "Mean gradient norm of the policy before clipping.", "steady", "spikes, growth"),
-    _metric(
+    metric("grad_norm_actor", "", "Mean gradient norm of the policy before clipping.", "steady", "spikes, growth"),
+    metric(
         "grad_norm_critic", "", "Mean gradient norm of the value model before clipping.", "steady", "spikes, growth"
     ),
-    _metric(
+    metric(
         "learning_rate_actor",
         "per optimizer step",
         "Learning rate of the policy in this step. 0 during algorithm.value_pretraining_steps.",
         "as scheduled",
     ),
-    _metric(
+    metric(
         "learning_rate_critic", "per optimizer step", "Learning rate of the value model in this step.", "as scheduled"
     ),
-    _metric(
+    metric(
         "optimizer_steps_actor",
         "",
         "Optimizer steps taken by the policy.",
         "epochs times mini-batches",
         "fewer: algorithm.target_kl ended the update, or steps were skipped",
     ),
-    _metric(
+    metric(
         "optimizer_steps_critic",
         "",
         "Optimizer steps taken by the value model.",
         "epochs times mini-batches",
         "fewer: steps were skipped",
     ),
-    _metric(
+    metric(
         "skipped_steps_actor",
         "",
         "Optimizer steps of the policy skipped because of a NaN or infinity.",
         "0",
         "above 0",
     ),
-    _metric(
+    metric(
         "skipped_steps_critic",
         "",
         "Optimizer steps of the value model skipped because of a NaN or infinity.",
         "0",
         "above 0",
     ),
-    _metric(
+    metric(
         "rollout_mismatch_kl",
         "nats per token",
         "KL between the generation engine's log-probs and the trainer's. With algorithm.old_log_probs rollout and several "
@@ -269,7 +184,7 @@ STEP_METRICS = (
         "as small as rounding",
         "grows: the trained policy is not the sampled one",
     ),
-    _metric(
+    metric(
         "importance_weight",
         "",
         "Mean importance weight, which corrects for the mismatch, within its bounds, before normalize. 1 with "
@@ -277,156 +192,156 @@ STEP_METRICS = (
         "1",
         "away from 1",
     ),
-    _metric(
+    metric(
         "importance_weight_max",
         "",
         "Largest importance weight, before the bounds. Only with importance weights, as the next three.",
         "near 1; larger with rollout.max_off_policy_steps and at level sequence",
         "grows: single tokens or responses differ between engine and trainer",
     ),
-    _metric(
+    metric(
         "importance_ess",
         "share",
         "Effective sample size of the importance weights: a share of the tokens, or of the responses if each has one weight.",
         "near 1",
         "falls: few tokens or responses carry the update",
     ),
-    _metric(
+    metric(
         "importance_truncated_fraction",
         "share of tokens",
         "Share of tokens whose importance weight is moved to a bound. Only with treatment truncate.",
         "near 0",
         "rises: the bounds decide the weights",
     ),
-    _metric(
+    metric(
         "importance_masked_fraction",
         "share of tokens",
         "Share of tokens whose importance weight is 0. Only with treatment mask or seq_mask.",
         "near 0",
         "rises: the update loses its data",
     ),
-    _metric(
+    metric(
         "rejected_fraction",
         "share of tokens",
         "Share of tokens that algorithm.rollout_correction.rejection leaves out.",
         "near 0",
         "rises: the update loses its data",
     ),
-    _metric(
+    metric(
         "off_policy_masked_fraction",
         "share of tokens",
         "Share of tokens that off-policy sequence masking leaves out, over all epochs.",
         "near 0",
         "rises: the policy leaves the one that sampled, or engine and trainer differ",
     ),
-    _metric(
+    metric(
         "off_policy_steps",
         "updates",
         "Updates between the policy that generated the step and the newest one; the mean over tokens with "
         "rollout.in_flight_updates. Only with rollout.max_off_policy_steps.",
         "at most rollout.max_off_policy_steps; 0 after a checkpoint",
     ),
-    _metric(
+    metric(
         "in_flight_tokens",
         "share of tokens",
         "Share of response tokens by a newer policy than the requested one. Only with rollout.in_flight_updates.",
         "steady; larger with long responses",
         "0: updates arrive after the responses have ended, so in-flight updates have no effect",
     ),
-    _metric(
+    metric(
         "value_loss",
         "",
         "Mean loss of the value model's optimizer steps.",
         "falls, then fluctuates",
         "grows, or never falls",
     ),
-    _metric(
+    metric(
         "value_clip_fraction",
         "share of tokens",
         "Share of values whose gradient the value clip stopped.",
         "small",
         "most: the clip is narrow for the scale of the returns",
     ),
-    _metric(
+    metric(
         "explained_variance",
         "share",
         "Share of the returns' variance that the critic explains.",
         "between 0 and 1, rising at first",
         "below 0: worse than a constant",
     ),
-    _metric(
+    metric(
         "advantage_std",
         "reward",
         "Standard deviation of advantages before normalisation.",
         "steady",
         "near 0: responses score alike; growth: the critic lags behind",
     ),
-    _metric(
+    metric(
         "response_tokens_mean",
         "tokens",
         "Mean tokens per response, without those of observations.",
         "steady, or as the task requires",
         "rises with reward and KL, or falls to almost 0",
     ),
-    _metric(
+    metric(
         "length_reward_correlation",
         "",
         "Correlation of length and score within a step.",
         "moderate, steady",
         "near 1",
     ),
-    _metric(
+    metric(
         "eos_rate",
         "share of responses",
         "Share of responses that end before a limit of tokens or turns.",
         "near 1",
         "falls",
     ),
-    _metric(
+    metric(
         "repetition",
         "share of 3-grams",
         "Share of a response's 3-grams that repeat an earlier one.",
         "low, steady",
         "rises",
     ),
-    _metric("distinct_1", "share of tokens", "Share of distinct tokens in the step.", "steady", "falls"),
-    _metric(
+    metric("distinct_1", "share of tokens", "Share of distinct tokens in the step.", "steady", "falls"),
+    metric(
         "distinct_2",
         "share of pairs",
         "Share of distinct token pairs in the step.",
         "steady",
         "falls: responses become alike",
     ),
-    _metric("prompt_tokens", "tokens", "Prompt tokens of the step.", "steady"),
-    _metric("response_tokens", "tokens", "Tokens that the policy generated for the step.", "steady"),
-    _metric(
+    metric("prompt_tokens", "tokens", "Prompt tokens of the step.", "steady"),
+    metric("response_tokens", "tokens", "Tokens that the policy generated for the step.", "steady"),
+    metric(
         "turns_mean",
         "turns",
         "Mean turns per episode with an environment.",
         "as the task requires",
         "at rollout.max_turns: episodes do not end",
     ),
-    _metric(
+    metric(
         "observation_tokens",
         "tokens",
         "Tokens of the environment's observations in the step. They are not trained on.",
         "steady",
     ),
-    _metric(
+    metric(
         "sampling_rounds",
         "rounds",
         "Rounds of generation. Only with rollout.dynamic_sampling, as equal_groups and generated_reward_mean.",
         "1 or 2",
         "near rollout.max_sampling_rounds: few prompts are of use",
     ),
-    _metric(
+    metric(
         "equal_groups",
         "prompts",
         "Prompts that were replaced because all their responses have the same score.",
         "falls at first, rises as the policy learns the prompts",
         "a multiple of rollout.prompts_per_step: prompts are too easy or too hard",
     ),
-    _metric(
+    metric(
         "prompts_consumed",
         "prompts",
         "Prompts that the step has taken from the order, used or not. Without rollout.dynamic_sampling, only in a step that "
@@ -434,28 +349,28 @@ STEP_METRICS = (
         "a little over rollout.prompts_per_step",
         "a multiple of it",
     ),
-    _metric(
+    metric(
         "baseline_reward_mean",
         "reward",
         "Mean score of the greedy responses that estimator remax compares with.",
         "rises, above reward_mean",
         "below reward_mean: the greedy response is worse than a sampled one",
     ),
-    _metric(
+    metric(
         "generated_reward_mean",
         "reward",
         "Mean score of all responses that were generated, those to replaced prompts included.",
         "rises slowly; reward_mean, of the responses trained on, stays in the middle",
         "stands still",
     ),
-    _metric(
+    metric(
         "failed_trajectories",
         "trajectories",
         "Trajectories that could not be scored and were replaced; failed_trajectories.jsonl holds the errors.",
         "0",
         "above 0: the reward's failures select what is trained on",
     ),
-    _metric(
+    metric(
         "skipped_prompts",
         "prompts",
         "Prompts that the step has left out, because no response to them could be scored. The next prompts replaced them.",
@@ -463,7 +378,7 @@ STEP_METRICS = (
         "above 0: see failed_trajectories.jsonl for the prompts and the errors",
     ),
     *(
-        _metric(f"outcome_{name}", "trajectories", f"Failed trajectories {reason}", "0", "above 0")
+        metric(f"outcome_{name}", "trajectories", f"Failed trajectories {reason}", "0", "above 0")
         for name, reason in (
             ("timeout", "whose score or environment did not answer in time."),
             ("scorer_error", "for which the reward source failed or returned no finite number."),
@@ -473,46 +388,46 @@ STEP_METRICS = (
             ("refused", "that the reward source declined to score."),
         )
     ),
-    _metric(
+    metric(
         "cured_faults",
         "faults",
         "Failed attempts to score that a further attempt cured: requests of all sources, and calls of the services.",
         "0",
         "above 0: a scorer or the network fails now and then; see the log of the reward service",
     ),
-    _metric(
+    metric(
         "reward_NAME_cured_faults",
         "faults",
         "Failed requests of the ensemble part NAME that a further attempt cured.",
         "0",
         "above 0: this scorer fails now and then",
     ),
-    _metric("seconds", "seconds", "Duration of the step.", "steady", "grows: longer responses, or a busy machine"),
-    _metric("generate_seconds", "seconds", "Duration of generation.", "steady", "grows"),
-    _metric("score_seconds", "seconds", "Duration of scoring after generation.", "steady", "grows"),
-    _metric("update_seconds", "seconds", "Duration of the updates.", "steady", "grows"),
-    _metric(
+    metric("seconds", "seconds", "Duration of the step.", "steady", "grows: longer responses, or a busy machine"),
+    metric("generate_seconds", "seconds", "Duration of generation.", "steady", "grows"),
+    metric("score_seconds", "seconds", "Duration of scoring after generation.", "steady", "grows"),
+    metric("update_seconds", "seconds", "Duration of the updates.", "steady", "grows"),
+    metric(
         "generators",
         "generators",
         "Generators that are ready at the end of the step.",
         "all of them",
         "falls: generators are lost or refused, the services page says why",
     ),
-    _metric(
+    metric(
         "weights_changed",
         "calls",
         "Generate calls at whose end the engine's weights were not those that it had loaded. Their trajectories were discarded.",
         "0",
         "above 0: the memory of a machine is faulty, or an engine changes weights, the log names tensors and generator",
     ),
-    _metric(
+    metric(
         "weight_update_bytes",
         "bytes",
         "Compressed bytes of the policy's weights that generators received for this step, in total.",
         "steady: differences to the version before",
         "jumps to the size of all weights: generators were restarted or have missed versions",
     ),
-    _metric(
+    metric(
         "weight_update_seconds",
         "seconds",
         "Longest duration of an update of a generator's weights: transfer, load and check.",
@@ -531,45 +446,37 @@ def is_measured(name: str) -> bool:
 
 
 EVALUATION_METRICS = (
-    _metric(
-        "eval_reward_greedy",
-        "reward",
-        "Mean score of greedy responses to the validation prompts.",
-        "rises with reward_mean",
-        "stays while reward_mean rises: the prompts are memorised",
+    *(
+        metric(
+            f"eval_reward_{kind}",
+            "reward",
+            f"Mean score of {kind} responses to the validation prompts.",
+            "rises with reward_mean",
+            "stays while reward_mean rises: the prompts are memorised",
+        )
+        for kind in ("greedy", "sampled")
     ),
-    _metric(
-        "eval_reward_sampled",
-        "reward",
-        "Mean score of sampled responses to the validation prompts.",
-        "rises with reward_mean",
-        "stays while reward_mean rises: the prompts are memorised",
-    ),
-    _metric("eval_kl", "nats per response", "KL of the sampled responses.", "as kl_mean", "far above kl_mean"),
-    _metric("eval_tokens_greedy", "tokens", "Mean tokens per greedy response.", "steady", "rises with the reward"),
-    _metric("eval_tokens_sampled", "tokens", "Mean tokens per sampled response.", "steady", "rises with the reward"),
-    _metric(
+    metric("eval_kl", "nats per response", "KL of the sampled responses.", "as kl_mean", "far above kl_mean"),
+    metric("eval_tokens_greedy", "tokens", "Mean tokens per greedy response.", "steady", "rises with the reward"),
+    metric("eval_tokens_sampled", "tokens", "Mean tokens per sampled response.", "steady", "rises with the reward"),
+    metric(
         "eval_eos_rate",
         "share of responses",
         "Share of sampled responses that end before a limit of tokens or turns.",
         "near 1",
         "falls",
     ),
-    _metric(
-        "eval_win_rate_greedy",
-        "share of prompts",
-        "Share of prompts on which the greedy response scores above the initial policy's. A tie counts half.",
-        "rises from 0.5",
-        "stays while the reward rises: a few prompts carry the mean",
+    *(
+        metric(
+            f"eval_win_rate_{kind}",
+            "share of prompts",
+            f"Share of prompts on which the {kind} response scores above the initial policy's. A tie counts half.",
+            "rises from 0.5",
+            "stays while the reward rises: a few prompts carry the mean",
+        )
+        for kind in ("greedy", "sampled")
     ),
-    _metric(
-        "eval_win_rate_sampled",
-        "share of prompts",
-        "Share of prompts on which the sampled response scores above the initial policy's. A tie counts half.",
-        "rises from 0.5",
-        "stays while the reward rises: a few prompts carry the mean",
-    ),
-    _metric(
+    metric(
         "eval_judge_win_rate",
         "share of prompts",
         "Mean verdict of evaluation.judge against the initial policy.",
@@ -582,7 +489,8 @@ EVALUATION_METRICS = (
 METRICS = {definition.name: definition for definition in (*STEP_METRICS, *EVALUATION_METRICS)}
 """All metrics by name."""
 CHARTS = {
-    title: [METRICS[name] for each, _, labels in _CHARTS if each == title for name in labels] for title, _, _ in _CHARTS
+    title: [METRICS[name] for each, _, labels in CHART_CURVES if each == title for name in labels]
+    for title, _, _ in CHART_CURVES
 }
 """Metrics of each chart by its title, in their order."""
 

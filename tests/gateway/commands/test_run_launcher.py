@@ -93,7 +93,7 @@ def test_a_run_is_started_in_a_separate_process(
     assert gateway.client.get("/runs/started").json()["live"] is False
 
 
-def test_a_run_that_still_checks_its_inputs_goes_on(
+def test_a_slow_check_of_inputs_is_reported_and_does_not_stop_the_run(
     gateway: Gateway, tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_launcher, "START_TIMEOUT_SECONDS", 0.0)
@@ -101,7 +101,7 @@ def test_a_run_that_still_checks_its_inputs_goes_on(
     process = gateway.app.state.run_launcher.processes()["started"]
     try:
         assert response.status_code == 504
-        assert "GET /runs/started answers when it trains" in response.json()["detail"]
+        assert "GET /runs/started answers once it trains" in response.json()["detail"]
         assert process.poll() is None
     finally:
         process.kill()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from quartet.telemetry.step_metrics import _CHARTS, CHARTS, METRICS, definition_of
+from quartet.telemetry.metric_definition import CHART_CURVES
+from quartet.telemetry.step_metrics import CHARTS, METRICS, definition_of
 
 
 def test_each_metric_of_a_chart_is_defined_and_in_one_chart() -> None:
-    names = [name for _, _, labels in _CHARTS for name in labels]
+    names = [name for _, _, labels in CHART_CURVES for name in labels]
     assert len(names) == len(set(names))
     assert set(names) == {name for name, definition in METRICS.items() if definition.chart}
     assert {name: definition.chart for name, definition in METRICS.items() if definition.chart} == {

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,8 +42,6 @@ from quartet.models.workers.workers import SINGLE, Workers
 
 if TYPE_CHECKING:
     from quartet.models.value_head import ValueModel
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 log = structlog.get_logger()
 

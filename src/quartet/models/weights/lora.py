@@ -11,6 +11,7 @@ pass, in the model's dtype.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import math
@@ -31,7 +32,6 @@ from quartet.models.weights.snapshot import Writer, host_copy, host_state
 
 if TYPE_CHECKING:
     import peft  # Imported where it is used: it takes seconds, and only runs with an adapter need it.
-import copy
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
