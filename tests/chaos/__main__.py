@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.folder /= "stale"
     recorded = options.folder / "results.jsonl"
     results = _read(recorded) if options.resume else {}
-    setups = {part: ChaosSetup(options.folder / part.name, options.stale, part.ranks) for part in PARTS}
+    setups = {part: ChaosSetup(options.folder / part.name, options.stale, part.ranks, fresh=True) for part in PARTS}
     for number, case in enumerate(chosen, 1):
         if case.name in results and not results[case.name].problems:
             continue

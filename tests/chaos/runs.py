@@ -67,13 +67,14 @@ class ChaosSetup:
         turns: int = 0,
         dynamic_sampling: bool = False,
         greedy_baselines: bool = False,
+        fresh: bool = False,
     ) -> None:
         """``stale``: train one step off-policy. ``ranks``: processes of actor and of critic. ``turns``: with an environment.
 
         ``dynamic_sampling``: groups of two responses, with a reward function that scores some of them alike.
-        ``greedy_baselines``: estimator remax.
+        ``greedy_baselines``: estimator remax. ``fresh``: start commands as users do, without forks of the tests.
         """
-        self.folder = folder.absolute()
+        self.folder, self.fresh = folder.absolute(), fresh
         self.folder.mkdir(parents=True, exist_ok=True)
         toy_task = self._toy_task()
         tree: dict[str, Any] = {
@@ -128,7 +129,7 @@ class ChaosSetup:
         directory, done = folder / "runs" / RUN, folder / "done"
         if not done.exists():
             folder.mkdir(exist_ok=True)
-            command = Command(QUARTET, *train(self.config, seed), "--overwrite", cwd=folder)
+            command = Command(QUARTET, *train(self.config, seed), "--overwrite", cwd=folder, fresh=self.fresh)
             try:
                 result = command.wait(LIMIT)
             finally:
@@ -149,7 +150,7 @@ def disturb(case: Case, setup: ChaosSetup) -> Result:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
-        disturbed = _DisturbedRun(case, setup.config, folder)
+        disturbed = _DisturbedRun(case, setup, folder)
         try:
             disturbed.run()
             problems = [*disturbed.problems, *differences(disturbed.directory, expected)]
@@ -167,8 +168,8 @@ def disturb(case: Case, setup: ChaosSetup) -> Result:
 class _DisturbedRun:
     """One run with a fault."""
 
-    def __init__(self, case: Case, config: Path, folder: Path) -> None:
-        self._case, self._config, self._folder = case, config, folder
+    def __init__(self, case: Case, setup: ChaosSetup, folder: Path) -> None:
+        self._case, self._setup, self._folder = case, setup, folder
         self._failpoints = folder / "failpoints"
         self._failpoints.mkdir()
         self.directory = folder / "runs" / RUN
@@ -193,8 +194,10 @@ class _DisturbedRun:
 
     def _start(self, *options: str) -> Command:
         environment = {VARIABLE: self._case.setting, FOLDER_VARIABLE: str(self._failpoints)}
-        arguments = [*train(self._config, self._case.seed), *options]
-        self._commands.append(Command(QUARTET, *arguments, cwd=self._folder, environment=environment))
+        arguments = [*train(self._setup.config, self._case.seed), *options]
+        self._commands.append(
+            Command(QUARTET, *arguments, cwd=self._folder, environment=environment, fresh=self._setup.fresh)
+        )
         return self._commands[-1]
 
     def _inject(self, command: Command, release: Path) -> Command:

@@ -62,8 +62,11 @@ class Command:
         # The path of a Unix socket has at most about 100 bytes; the paths of pytest's folders are too long.
         self.scratch = Path(tempfile.mkdtemp(prefix="e2e-"))
         (self.scratch / "tmp").mkdir()
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("QUARTET_", "OMP_"))}
-        inherited["QUARTET_CACHE"] = os.environ["QUARTET_CACHE"]
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name == "QUARTET_CACHE" or not name.startswith(("QUARTET_", "OMP_"))
+        }
         self._screen = bytearray()
         self._started = time.monotonic()
         with (self.scratch / "out").open("wb") as out, (self.scratch / "err").open("wb") as err:
