@@ -61,8 +61,8 @@ def reference() -> str:
         "tree by `make generate`; `quartet config reference` prints it.",
         "",
         "[Hyperparameters](../hyperparameters.md) says what TRL, OpenRLHF and NeMo-Aligner call these settings.",
-        "`quartet config check CONFIG` also checks the conditions between keys. Numbers without a maximum in the table are at",
-        f"most {MAX_SETTING:g}.",
+        "`quartet config check CONFIG` also checks the conditions between keys. Numbers without a bound in the table are at",
+        f"least -{MAX_SETTING:g} and at most {MAX_SETTING:g}.",
         "",
         "To complete and check keys in an editor with a YAML language server, run `quartet config schema > quartet.schema.json`.",
         "Then start the config with `# yaml-language-server: $schema=quartet.schema.json`, a path relative to the config.",
@@ -124,7 +124,7 @@ def _number(kind: str, metadata: list[Any]) -> str:
     bounds = {}
     for item in metadata:
         for name in ("ge", "gt", "le", "lt"):
-            if isinstance(item, getattr(annotated_types, name.title())) and getattr(item, name) != MAX_SETTING:
+            if isinstance(item, getattr(annotated_types, name.title())) and abs(getattr(item, name)) != MAX_SETTING:
                 bounds[name] = _bound(getattr(item, name))
     low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
     if low and high:

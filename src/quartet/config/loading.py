@@ -34,6 +34,8 @@ def load_config(path: Path, overrides: list[str] | None = None, layers: Sequence
         locations |= layer_locations
     for override in overrides or []:
         keys = _apply_override(tree, override)
+        # Lines of a file whose keys the override replaced.
+        locations = {path: where for path, where in locations.items() if path[: len(keys)] != keys}
         locations[keys] = "--set "
         # A section that only the override names has no line in a file.
         for end in range(1, len(keys)):
@@ -221,7 +223,7 @@ _LIMITS = {
     "less_than_equal": ("at most", "le"),
 }
 """Words for pydantic's types of limits, and the name of the limit in the context of the error."""
-_UNION_TYPES = ("bool", "int", "float", "str")
+_UNION_TYPES = ("bool", "int", "float", "constrained-float", "str")
 _AS_IN_YAML = {"None": "null", "True": "true", "False": "false"}
 _PLAIN_MESSAGES = {
     "int_parsing": "expected a whole number",

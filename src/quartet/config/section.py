@@ -14,7 +14,7 @@ MAX_SETTING = 1e30
 """Upper limit of numbers, in configs and requests. Single precision, in which losses are computed, overflows at 3e38."""
 Positive = Annotated[float, Field(gt=0, le=MAX_SETTING, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=MAX_SETTING, allow_inf_nan=False)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+Finite = Annotated[float, Field(ge=-MAX_SETTING, le=MAX_SETTING, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 MAX_INTEGER = 1_000_000_000

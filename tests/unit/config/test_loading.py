@@ -38,6 +38,10 @@ WRONG = {
     "a run name with a slash": ("run:\n  name: a/b\n", ":8: run.name: String should match pattern"),
     "gamma above 1": ("algorithm:\n  gamma: 1.5\n", ":8: algorithm.gamma: expected at most 1"),
     "NaN": ("algorithm:\n  gamma: .nan\n", ":8: algorithm.gamma: expected a finite number, not nan"),
+    "a number above all limits": (
+        "algorithm:\n  estimator_parameters: {x: 1.0e+31}\n",
+        ":8: algorithm.estimator_parameters.x",
+    ),
     "infinity": ("algorithm:\n  clip_ratio: .inf\n", ":8: algorithm.clip_ratio: expected a finite number"),
     "a dual clip of 1": ("algorithm:\n  dual_clip: 1\n", ":8: algorithm.dual_clip: expected more than 1"),
     "temperature 0": (
@@ -239,6 +243,11 @@ def test_a_value_of_several_types_is_one_problem(minimal: Path) -> None:
 
 def test_values_are_quoted_as_in_the_file(minimal: Path) -> None:
     assert refusal(minimal, "run.steps=null") == "--set run.steps: expected a whole number, not null"
+
+
+def test_an_override_of_a_section_is_reported_instead_of_the_lines_that_it_replaces(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "algorithm:\n  kl_controller: {kind: fixed}\n")
+    assert refusal(path, "algorithm.kl_controller={kind: none}").startswith("--set algorithm.kl_controller.kind: ")
 
 
 def test_an_override_below_a_value_is_refused(minimal: Path) -> None:
