@@ -32,7 +32,8 @@ PRELOADED = (*launcher.PRELOADED, "quartet.cli.start_run", "quartet.api.training
 
 @functools.cache
 def _server() -> ForkServer:
-    environment = {**os.environ, MARK: " " * 100, "PYTHONPATH": ROOT}
+    # As the command sets it before it imports gRPC.
+    environment = {**os.environ, "GRPC_VERBOSITY": "ERROR", MARK: " " * 100, "PYTHONPATH": ROOT}
     with tempfile.NamedTemporaryFile() as log:
         return ForkServer("tests.e2e.forked_program", PRELOADED, environment, Path(log.name))
 
