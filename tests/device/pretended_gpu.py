@@ -12,7 +12,7 @@ Differences from a GPU: no kernel runs, so rounding, speed, memory and the order
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -21,7 +21,6 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.device import flash_attention
 
@@ -159,7 +158,7 @@ class _Operation:
     results: list[torch.Tensor]
 
     def replay(self) -> None:
-        again = [leaf for leaf in tree_leaves(self.function(*self.arguments, **self.more)) if _is_tensor(leaf)]
+        again = _tensors(self.function(*self.arguments, **self.more))
         for target, source in zip(self.results, again, strict=True):
             # An operation in place, or a view, has changed or shows the memory already.
             if target.data_ptr() != source.data_ptr():
@@ -234,14 +233,14 @@ class PretendedGpu:
             # In inference mode the composition arrives. Its parts are checked.
             with _Mode(self):
                 return function.decompose(*arguments, **more)
-        tensors = [leaf for leaf in tree_leaves((arguments, more)) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors((arguments, more))
         on_gpu = any(isinstance(tensor, GpuTensor) for tensor in tensors)
         requested = more.get("device")
         # torch fills in the device of the wrapper, which is the CPU. So only ``leaving`` says that the result is to be there.
         goes_to_gpu = (on_gpu and not self._leaving) or (
             requested is not None and torch.device(requested).type == "cuda"
         )
-        indices = tree_leaves(arguments[1]) if name in INDEXING else []
+        indices = _tensors(arguments[1]) if name in INDEXING else []
         on_host = [leaf for leaf in tensors if not isinstance(leaf, GpuTensor) and leaf.ndim]
         moves_indices = bool(on_host) and all(any(leaf is index for index in indices) for leaf in on_host)
         is_transfer = (name in TRANSFERS and (bool(on_host) or on_gpu != goes_to_gpu)) or moves_indices
@@ -252,7 +251,7 @@ class PretendedGpu:
         if requested is not None:
             more = {**more, "device": CPU}
         more.pop("pin_memory", None)
-        plain_arguments, plain_more = tree_map(_values, (arguments, more))
+        plain_arguments, plain_more = _mapped(_values, (arguments, more))
         if name == "aten::cumsum" and on_gpu:
             self.longest_scan = max(self.longest_scan, arguments[0].shape[arguments[1]])
         if name in STAND_INS and on_gpu:
@@ -263,20 +262,17 @@ class PretendedGpu:
         if not (on_gpu or goes_to_gpu):
             return results
         if self._graph is not None:
-            kept = [leaf for leaf in tree_leaves(results) if _is_tensor(leaf)]
-            self._graph.operations.append(_Operation(function, plain_arguments, plain_more, kept))
+            self._graph.operations.append(_Operation(function, plain_arguments, plain_more, _tensors(results)))
         if name == "aten::copy_" and not isinstance(arguments[0], GpuTensor):
             return arguments[0]
         if not goes_to_gpu:
             return results
         known = {id(tensor.inner): tensor for tensor in tensors if isinstance(tensor, GpuTensor)}
 
-        def wrapped(leaf: Any) -> Any:
-            if not _is_tensor(leaf):
-                return leaf
-            return known[id(leaf)] if id(leaf) in known else GpuTensor(leaf)
+        def wrapped(tensor: torch.Tensor) -> torch.Tensor:
+            return known[id(tensor)] if id(tensor) in known else GpuTensor(tensor)
 
-        return tree_map(wrapped, results)
+        return _mapped(wrapped, results)
 
     def _check(self, name: str, is_transfer: bool, floating: bool) -> None:
         if name in HOST_READS or is_transfer:
@@ -439,9 +435,30 @@ def to_host(model: Any) -> dict[str, torch.Tensor]:
     return {name: _values(value.detach()) for name, value in model.state_dict().items()}
 
 
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor)
+# torch.utils._pytree does the same for every kind of container, and would take half of the time of these tests.
 
 
-def _values(leaf: Any) -> Any:
-    return leaf.inner if isinstance(leaf, GpuTensor) else leaf
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in tuples, lists and dicts."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    return [tensor for item in tree for tensor in _tensors(item)]
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """Return tuples, lists and dicts with their tensors changed."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: _mapped(change, item) for key, item in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return type(tree)([_mapped(change, item) for item in tree])
+    return tree
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.inner if isinstance(tensor, GpuTensor) else tensor

@@ -10,8 +10,6 @@ FUNCTIONS = """
 import os, signal, subprocess, sys, threading, time
 from pathlib import Path
 
-import numpy as np
-
 
 def echo(value):
     return value
@@ -71,6 +69,8 @@ def variable(name):
     return os.environ.get(name)
 
 def numbers(_):
+    import numpy as np
+
     return {"one": np.float32(0.5), "many": np.arange(3), "truth": np.bool_(True)}
 
 def a_set(_):
