@@ -46,6 +46,18 @@ def _trial_result(untried: str, passes: Callable[[], bool], bits: Any) -> trial.
     return result
 
 
+def _of_decoding(check: Callable[..., Any]) -> Callable[..., Any]:
+    def check_once(model: Any, *arguments: Any) -> Any:
+        return _once((check, _shape(model), _content(model), *arguments), lambda: check(model, *arguments))
+
+    return check_once
+
+
+def _check_decoding(engine: torch_engine.TorchEngine) -> None:
+    model, static = engine._model, engine._static is not None
+    _once((_CHECK, _shape(model), _content(model), static), lambda: _CHECK(engine))
+
+
 def _of_update(measure: Callable[..., Any]) -> Callable[..., Any]:
     def measure_once(model: Any, *arguments: Any) -> Any:
         return _once((measure, _shape(model), *arguments), lambda: measure(model, *arguments))
@@ -54,13 +66,17 @@ def _of_update(measure: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _TRIAL = torch_engine.TorchEngine._is_batch_invariant
+_CHECK = torch_engine.TorchEngine._check_decoding
 
 
 @contextmanager
 def measured_once() -> Iterator[None]:
-    """Keep the results of the engine's trial and of the memory of updates, by model."""
+    """Keep the results of the engine's trials and of the memory of updates, by model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_engine, "trial_result", _trial_result)
+        patch.setattr(torch_engine, "unsupported_reason", _of_decoding(torch_engine.unsupported_reason))
+        patch.setattr(torch_engine, "is_recordable", _of_decoding(torch_engine.is_recordable))
+        patch.setattr(torch_engine.TorchEngine, "_check_decoding", _check_decoding)
         patch.setattr(actor, "measure_policy", _of_update(measure_policy))
         patch.setattr(critic, "measure_value", _of_update(measure_value))
         yield

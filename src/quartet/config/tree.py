@@ -138,4 +138,7 @@ class ConfigTree(Section):
         tree = self.model_dump(mode="json")
         if self.buffer.url:
             tree["buffer"]["url"] = redact_url(self.buffer.url)
-        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+        # The emitter in C takes a quarter of the time. It escapes some characters that the other one writes as they are.
+        dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+        fast: str = yaml.dump(tree, Dumper=dumper, sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True) if "\\" in fast else fast

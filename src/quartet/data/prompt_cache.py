@@ -6,6 +6,7 @@ The cache only saves time: a file that is missing, damaged or cannot be written 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -145,6 +146,7 @@ def cache_key(settings: PromptSettings, path: Path, digest: FileDigest) -> str |
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+@functools.cache
 def _version(package: str) -> str:
     try:
         return version(package)

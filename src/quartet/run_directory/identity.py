@@ -72,6 +72,7 @@ CHANGEABLE_SETTINGS = (
 The path of the prompts may change, their content may not. Evaluations are compared with the one before the first step, so their
 prompts stay the same. How often a run is evaluated may change if it was evaluated from the start.
 """
+_CHANGEABLE = tuple(f"{name}." for name in CHANGEABLE_SETTINGS)
 
 
 SCORER_CONNECTION = (
@@ -253,7 +254,7 @@ def fixed_settings(config: Config) -> dict[str, Any]:
     flat = flattened(tree)
     # With off-policy steps, the checkpoints decide which policy generates a step.
     also_fixed = {"checkpoint.every_steps"} if config.rollout.max_off_policy_steps else set()
-    return {key: value for key, value in flat.items() if key in also_fixed or not _is_changeable(key)}
+    return {key: value for key, value in flat.items() if key in also_fixed or not f"{key}.".startswith(_CHANGEABLE)}
 
 
 def check_settings(before: dict[str, Any], now: dict[str, Any], root: Path) -> None:
@@ -276,7 +277,3 @@ def check_settings(before: dict[str, Any], now: dict[str, Any], root: Path) -> N
 
 def _as_text(value: Any) -> str:
     return value if isinstance(value, str) and value != "null" else json.dumps(value)
-
-
-def _is_changeable(key: str) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE_SETTINGS)

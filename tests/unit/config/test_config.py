@@ -42,6 +42,10 @@ def test_the_resolved_yaml_parses_to_the_same_tree(path: Path) -> None:
     assert parse_config(yaml.safe_load(config.to_yaml()), "again") == config
 
 
+def test_the_resolved_yaml_shows_characters_of_every_plane(minimal: Path) -> None:
+    assert "model: a 😀 é\n" in load_config(minimal, ["actor.model='a 😀 é'"]).to_yaml()
+
+
 def test_the_resolved_yaml_contains_every_key(minimal: Path) -> None:
     def keys(tree: dict[str, Any]) -> set[str]:
         inner = {f"{key}.{below}" for key, value in tree.items() if isinstance(value, dict) for below in keys(value)}
