@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import grpc
@@ -166,9 +167,9 @@ class Target:
         names = ", ".join(name_of(status_pb2.Role, status.role) for status in roles) or "none"
         raise Violation(f"the status names the roles {names}; expected ROLE_{self.role.upper()}")
 
-    @property
+    @cached_property
     def vocabulary_size(self) -> int:
-        """Number of token ids. Raises Skipped if neither the status nor an option has it."""
+        """Number of token ids, which stays the same. Raises Skipped if neither the status nor an option has it."""
         size = self.limits.vocabulary_size or int(self.status().vocabulary_size)
         if size < 2:
             raise Skipped("the status has no vocabulary_size; give --vocabulary-size")
