@@ -53,11 +53,13 @@ class Command:
         terminal: bool = False,
         environment: Mapping[str, str] = MappingProxyType({}),
         fresh: bool = False,
+        err: int | None = None,
     ) -> None:
         """Start the command.
 
         With ``terminal``, the command has its own terminal, and ``out`` returns the text on it. ``environment`` extends the
         environment of the tests. ``quartet`` and ``python`` are forks that need no imports, unless they are to be ``fresh``.
+        ``err``: descriptor of its standard error, which the property of this name then does not show.
         """
         # The path of a Unix socket has at most about 100 bytes; the paths of pytest's folders are too long.
         self.scratch = Path(tempfile.mkdtemp(prefix="e2e-"))
@@ -69,10 +71,12 @@ class Command:
         }
         self._screen = bytearray()
         self._started = time.monotonic()
-        with (self.scratch / "out").open("wb") as out, (self.scratch / "err").open("wb") as err:
+        with (self.scratch / "out").open("wb") as out, (self.scratch / "err").open("wb") as errors:
             parent_end, child_end = pty.openpty() if terminal else (None, None)
             if child_end is not None:
                 fcntl.ioctl(child_end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+            out_end = out.fileno() if child_end is None else child_end
+            errors_end = err or (errors.fileno() if child_end is None else child_end)
             arguments = [str(part) for part in command]
             variables = {
                 **inherited,
@@ -81,17 +85,25 @@ class Command:
                 "TERM": "xterm-256color" if terminal else "dumb",
                 **environment,
             }
-            forked = arguments[0] in (str(QUARTET), sys.executable) and not (terminal or fresh)
+            forked = arguments[0] in (str(QUARTET), sys.executable) and not fresh
             self.process: subprocess.Popen[bytes] | ForkedProcess = (
-                start_fork(arguments, cwd, variables, self.scratch, out.fileno(), err.fileno())
+                start_fork(
+                    arguments,
+                    cwd,
+                    variables,
+                    self.scratch,
+                    out_end,
+                    errors_end,
+                    terminal=terminal,
+                )
                 if forked
                 else subprocess.Popen(
                     tied_to_parent(arguments),  # Ends if the tests are killed.
                     cwd=cwd,
                     env=variables,
                     stdin=subprocess.DEVNULL if child_end is None else child_end,
-                    stdout=out if child_end is None else child_end,
-                    stderr=err if child_end is None else child_end,
+                    stdout=out_end,
+                    stderr=errors_end,
                     start_new_session=True,
                     preexec_fn=_reset_interrupt_handler if child_end is None else _take_terminal,
                 )

@@ -128,20 +128,20 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return call_command
 
 
-def train(folder: Path, config: Path, *options: str, fresh: bool = False) -> Run:
+def train(folder: Path, config: Path, *options: str) -> Run:
     """Run ``quartet train`` to its end in ``folder``."""
-    command = Command(QUARTET, "train", config, *options, cwd=folder, fresh=fresh)
+    command = Command(QUARTET, "train", config, *options, cwd=folder)
     try:
         return Run(command.wait(), folder / "runs" / "tiny")
     finally:
         command.clean_up()
 
 
-def _shared_run(factory: pytest.TempPathFactory, name: str, config: Path, *options: str, fresh: bool = False) -> Run:
+def _shared_run(factory: pytest.TempPathFactory, name: str, config: Path, *options: str) -> Run:
     """Return a finished run that the tests of all workers read."""
 
     def create(folder: Path) -> None:
-        run = train(folder, config, *options, fresh=fresh)
+        run = train(folder, config, *options)
         assert (run.result.code, run.result.leftovers) == (0, []), run.result
         (folder / "result.json").write_text(json.dumps(asdict(run.result)))
 
@@ -152,7 +152,7 @@ def _shared_run(factory: pytest.TempPathFactory, name: str, config: Path, *optio
 @pytest.fixture(scope="session")
 def first_run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of ``quartet train`` that starts all its processes itself, without a fault."""
-    return _shared_run(tmp_path_factory, "first", config, fresh=True)
+    return _shared_run(tmp_path_factory, "first", config)
 
 
 GROUPS = settings("services.actor.processes=2", "services.critic.processes=2")

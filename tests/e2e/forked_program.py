@@ -1,33 +1,51 @@
 """Programs in forks of a process that has imported Quartet's libraries once, so that a start costs no seconds of imports.
 
 A fork behaves as a new process that runs ``quartet`` or ``python``: it has the arguments, environment, working directory and
-outputs of a ``Command``. Its own fork server, from which a run starts its services, is a fork as well.
+outputs of a ``Command``. Its own fork server, from which a run starts its services, is a fork as well, and so are its gateway
+and the processes that check its input.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import functools
 import json
 import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import termios
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import setproctitle
+
 from quartet.launcher import launcher
 from quartet.system import fork_server
-from quartet.system.child_processes import die_with
+from quartet.system.child_processes import die_with, module_command, tied_to_parent
 from quartet.system.fork_server import ForkedProcess, ForkServer
 
 ROOT = str(Path(__file__).parents[2])
 MARK = "QUARTET_TESTS_MARK"
 """Variable whose place in the environment that /proc shows holds the scratch folder of the command: forks keep their parent's."""
-PRELOADED = (*launcher.PRELOADED, "quartet.cli.start_run", "quartet.api.training")
+PRELOADED = (*launcher.PRELOADED, "quartet.cli.start_run", "quartet.api.training", "quartet.gateway.app", "uvicorn")
+MODULES = (
+    "quartet.cli.main",
+    "quartet.gateway",
+    "quartet.preflight.checkpoint_worker",
+    "quartet.preflight.prompt_worker",
+    "quartet.services",
+)
+"""Modules that a program in a fork starts in forks."""
 
 
 @functools.cache
@@ -39,17 +57,53 @@ def _server() -> ForkServer:
 
 
 def start(
-    arguments: list[str], cwd: Path, environment: dict[str, str], scratch: Path, out: int, err: int
+    arguments: list[str],
+    cwd: Path,
+    environment: dict[str, str],
+    scratch: Path,
+    out: int,
+    err: int,
+    terminal: bool = False,
+    pipe: int | None = None,
 ) -> ForkedProcess:
-    """Start ``quartet ARGUMENTS``, ``python -m MODULE ARGUMENTS`` or ``python SCRIPT ARGUMENTS``."""
-    (scratch / "request").write_text(json.dumps([arguments, str(cwd.absolute()), environment]))
-    process = _server().start([str(scratch)], out, err)
+    """Start ``quartet ARGUMENTS``, ``python -m MODULE ARGUMENTS`` or ``python SCRIPT ARGUMENTS``.
+
+    ``terminal``: ``out`` is a terminal, which the program gets as its own. ``pipe``: descriptor whose number is the last argument
+    of a service; ``out`` is then its standard error, too.
+    """
+    request = _Request(
+        arguments, str(cwd.absolute()), environment, str(scratch), terminal=terminal, has_pipe=pipe is not None
+    )
+    process = _server().start([request.write(scratch)], out, err if pipe is None else pipe)
     assert process is not None, "the process that imports the libraries has died"
     return process
 
 
+@dataclass
+class _Request:
+    """What a fork is to run. ``has_pipe``: its last argument is a descriptor; its other descriptor is its standard error.
+
+    ``nested``: a program in a fork starts it. ``serves``: it is a fork server for the process with the first argument as its id.
+    """
+
+    arguments: list[str]
+    cwd: str
+    environment: dict[str, str]
+    scratch: str
+    terminal: bool = False
+    has_pipe: bool = False
+    nested: bool = False
+    serves: bool = False
+
+    def write(self, folder: Path) -> str:
+        """Write the request to a file. Return its path."""
+        with tempfile.NamedTemporaryFile("w", dir=folder, prefix="request-", delete=False) as file:
+            json.dump(asdict(self), file)
+        return file.name
+
+
 class _StandbyForkServer(ForkServer):
-    """The fork server of a run in a fork that this process has made before it started the program."""
+    """A fork server of a program in a fork that this process has made before it started the program."""
 
     def __init__(self, program: str, preloaded: Any, environment: dict[str, str], log: Path) -> None:
         self._time_limit = fork_server.IMPORT_SECONDS
@@ -57,8 +111,30 @@ class _StandbyForkServer(ForkServer):
         request = json.dumps([program, list(preloaded), environment, str(log.absolute())]).encode()
         self._connection.sendall(len(request).to_bytes(8) + request)
 
+    def start(self, arguments: Sequence[str], output: int, inherited: int) -> ForkedProcess | None:
+        """See ForkServer. A process adopts orphans of one server at a time."""
+        with _starting:
+            return super().start(arguments, output, inherited)
+
 
 _standby: list[tuple[socket.socket, ForkedProcess]] = []
+_starting = threading.Lock()
+_processes: list[ForkedProcess] = []
+
+
+def _make_standby() -> bool:
+    """Fork a process for a later fork server. Return whether this is its process, and it has ended."""
+    ours, other = socket.socketpair()
+    parent = os.getpid()
+    if (standby := os.fork()) == 0:
+        ours.close()
+        os.setsid()  # Ctrl-C in the terminal reaches only the program.
+        _serve(other, parent)
+        return True
+    other.close()
+    _processes.append(ForkedProcess(standby))
+    _standby.append((ours, _processes[-1]))
+    return False
 
 
 def _serve(connection: socket.socket, client: int) -> None:
@@ -68,7 +144,6 @@ def _serve(connection: socket.socket, client: int) -> None:
     if not size:
         return
     program, preloaded, environment, log = json.loads(connection.recv(int.from_bytes(size), socket.MSG_WAITALL))
-    os.setsid()
     _replace_environment(environment)
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for descriptor in (1, 2):
@@ -77,8 +152,39 @@ def _serve(connection: socket.socket, client: int) -> None:
     fork_server._main(str(connection.detach()), str(client), program, *preloaded)
 
 
+class _Popen(subprocess.Popen[Any]):
+    """Start ``python -m MODULE`` that is tied to this process in a fork, and other programs as usual."""
+
+    scratch: str
+    server: ForkServer | None = None
+
+    def __new__(cls, command: Any, **options: Any) -> Any:
+        """Return a ``ForkedProcess`` for a module of Quartet in the Python of this process."""
+        tied = tied_to_parent(())
+        if [*command[: len(tied) + 3]] != [*tied, *module_command()] or command[len(tied) + 3] not in MODULES:
+            return super().__new__(cls)
+        environment = dict(options["env"])
+        if environment.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):  # The packages of another environment.
+            return super().__new__(cls)
+        with ExitStack() as stack:
+            output = options["stdout"]
+            if output == subprocess.DEVNULL:
+                output = stack.enter_context(open(os.devnull, "wb"))
+            has_pipe = bool(options.get("pass_fds"))
+            arguments = [sys.executable, *command[len(tied) + 2 : -1 if has_pipe else None]]
+            request = _Request(arguments, os.getcwd(), environment, cls.scratch, has_pipe=has_pipe, nested=True)
+            inherited = options["pass_fds"][0] if has_pipe else output.fileno()
+            if _Popen.server is None:
+                _Popen.server = _StandbyForkServer(
+                    "tests.e2e.forked_program", (), dict(os.environ), Path(cls.scratch, "forks.log")
+                )
+            process = _Popen.server.start([request.write(Path(cls.scratch))], output.fileno(), inherited)
+        assert process is not None, "the process that forks has died"
+        return process
+
+
 def _end_standby() -> None:
-    for _, process in _standby:
+    for process in _processes:
         process.kill()
         process.wait()
 
@@ -89,35 +195,69 @@ def _replace_environment(environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
-def _main(scratch: str, err: str) -> None:
-    sys.path.remove(ROOT)
-    os.dup2(int(err), 2)
-    os.close(int(err))
-    getenv = ctypes.CDLL(None).getenv
-    getenv.restype = ctypes.c_void_p
-    ctypes.memmove(getenv(MARK.encode()), scratch.encode(), len(scratch))
-    arguments, cwd, environment = json.loads(Path(scratch, "request").read_text())
-    _replace_environment(environment)
-    os.chdir(cwd)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    ours, other = socket.socketpair()
-    parent = os.getpid()
-    if (standby := os.fork()) == 0:
-        ours.close()
-        _serve(other, parent)
+class OwnForkServer(ForkServer):
+    """The fork server of a run that the process of the tests itself starts: a fork, too."""
+
+    def __init__(self, program: str, preloaded: Any, environment: dict[str, str], log: Path) -> None:
+        self._time_limit = fork_server.IMPORT_SECONDS
+        self._connection, other_end = socket.socketpair()
+        arguments = [str(os.getpid()), program, *preloaded]
+        request = _Request(arguments, os.getcwd(), environment, scratch="", serves=True)
+        with other_end, log.open("ab") as output:
+            process = _server().start([request.write(log.parent)], output.fileno(), other_end.fileno())
+        assert process is not None, "the process that imports the libraries has died"
+        self._process = process  # type: ignore[assignment]
+
+
+def _main(path: str, inherited: str) -> None:
+    request = _Request(**json.loads(Path(path).read_text()))
+    Path(path).unlink()
+    if request.serves:
+        sys.path.remove(ROOT)
+        _replace_environment(request.environment)
+        os.chdir(request.cwd)
+        fork_server._main(inherited, *request.arguments)
         return
-    other.close()
-    _standby.append((ours, ForkedProcess(standby)))
-    atexit.register(_end_standby)
-    launcher.ForkServer = _StandbyForkServer  # type: ignore[misc]
+    arguments = request.arguments
+    if request.has_pipe:
+        arguments = [*arguments, inherited]
+    else:
+        os.dup2(int(inherited), 2)
+        os.close(int(inherited))
+    if request.terminal:
+        os.dup2(1, 0)
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        for name in [name for name in sys.modules if name.startswith("quartet.cli")]:
+            del sys.modules[name]  # Their consoles have looked at the output of the server.
+    if not request.nested:
+        sys.path.remove(ROOT)
+        sys.path[:0] = filter(None, request.environment.get("PYTHONPATH", "").split(os.pathsep))
+    if not (request.nested or request.has_pipe):
+        getenv = ctypes.CDLL(None).getenv
+        getenv.restype = ctypes.c_void_p
+        ctypes.memmove(getenv(MARK.encode()), request.scratch.encode(), len(request.scratch))
+    _replace_environment(request.environment)
+    os.chdir(request.cwd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not request.has_pipe:
+        # For its services, and for other processes.
+        if _make_standby() or _make_standby():
+            return
+        atexit.register(_end_standby)
+        launcher.ForkServer = _StandbyForkServer  # type: ignore[misc]
+        _Popen.scratch = request.scratch
+        subprocess.Popen = _Popen  # type: ignore[misc]
     if arguments[0] != sys.executable:
         from quartet.cli.main import main
 
         sys.argv = arguments
         main()
-    elif arguments[1] == "-m":
-        sys.argv = arguments[2:]
-        runpy.run_module(arguments[2], run_name="__main__", alter_sys=True)
+    elif "-m" in arguments[1:3]:
+        module = arguments.index("-m") + 1
+        sys.argv = arguments[module:]
+        if request.nested:
+            setproctitle.setproctitle(" ".join([sys.executable, *arguments[1:]]))
+        runpy.run_module(arguments[module], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments[1:]
         sys.path.insert(0, str(Path(arguments[1]).absolute().parent))

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -111,32 +110,23 @@ def test_sigterm_while_the_services_start_stops_everything(
     assert [left for left in result.leftovers if left.startswith("/")] == []
 
 
-def test_a_service_with_a_blocked_log_pipe_drains_and_ends_on_sigterm(config: Path) -> None:
+def test_a_service_with_a_blocked_log_pipe_drains_and_ends_on_sigterm(config: Path, tmp_path: Path) -> None:
     port = free_port()
     log, end = os.pipe()
     os.write(end, b" " * fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, 4096))  # The pipe is full, so the next log line blocks.
-    command = [
-        sys.executable,
-        "-m",
-        "quartet.services",
-        "reward",
-        "--config",
-        str(config),
-        "--listen",
-        f"127.0.0.1:{port}",
-    ]
-    with subprocess.Popen(command, stderr=end) as service:
-        try:
-            os.close(end)
-            wait_until(lambda: is_serving(port))
-            with suppress(AssertionError):  # Not every kernel shows what a process waits for.
-                wait_until(lambda: "pipe" in Path(f"/proc/{service.pid}/wchan").read_text())
-            service.terminate()
-            with os.fdopen(log, encoding="utf-8") as lines:
-                assert any("event='stopped'" in line for line in lines)
-            assert service.wait(LIMIT) == 0
-        finally:
-            service.kill()
+    arguments = ("-m", "quartet.services", "reward", "--config", config, "--listen", f"127.0.0.1:{port}")
+    service = Command(sys.executable, *arguments, cwd=tmp_path, err=end)
+    try:
+        os.close(end)
+        wait_until(lambda: is_serving(port))
+        with suppress(AssertionError):  # Not every kernel shows what a process waits for.
+            wait_until(lambda: "pipe" in Path(f"/proc/{service.process.pid}/wchan").read_text())
+        service.process.terminate()
+        with os.fdopen(log, encoding="utf-8") as lines:
+            assert any("event='stopped'" in line for line in lines)
+        assert service.process.wait(LIMIT) == 0
+    finally:
+        service.clean_up()
 
 
 def free_port() -> int:

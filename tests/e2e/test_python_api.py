@@ -18,7 +18,9 @@ from quartet.errors import ConfigError
 from quartet.launcher import launcher
 from tests.e2e.commands import Command, committed_steps
 from tests.e2e.conftest import SAVED, STEPS, Service
+from tests.e2e.forked_program import OwnForkServer
 from tests.e2e.test_interruption import is_loading
+from tests.preflight_workers import run_here
 from tests.waiting import LIMIT, wait_until
 
 LONG = ["run.steps=100000", "checkpoint.every_steps=100000"]
@@ -26,8 +28,10 @@ LONG = ["run.steps=100000", "checkpoint.every_steps=100000"]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory."""
+    """An empty working directory. A run of this process needs no process that imports libraries, except its gateway."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher, "ForkServer", OwnForkServer)
+    run_here(monkeypatch)
     return tmp_path
 
 

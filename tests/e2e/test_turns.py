@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import QUARTET, settings
-from tests.e2e.conftest import Run, deterministic_metrics, train, weights
+from tests.e2e.commands import settings
+from tests.e2e.conftest import Call, Run, deterministic_metrics, train, weights
 
 TURNS = settings(
     "rollout.max_turns=2",
@@ -44,12 +42,13 @@ def test_a_run_has_turns_observations_and_rewards_of_the_environment(with_turns:
     assert "event='ready'" in (with_turns.directory / "logs/environment.log").read_text()
 
 
-def test_generators_with_certificates_train_the_same_policy(with_turns: Run, config: Path, tmp_path: Path) -> None:
-    subprocess.run([QUARTET, "certificates", tmp_path / "certificates"], capture_output=True, check=True)
+def test_generators_with_certificates_train_the_same_policy(
+    with_turns: Run, call: Call, config: Path, tmp_path: Path
+) -> None:
+    assert call("certificates", tmp_path / "certificates").code == 0
     options = settings(
         "rollout.generators=2",
         "services.generator.num_threads=1",
-        f"services.generator.python={sys.executable}",
         f"security.certificates={tmp_path / 'certificates'}",
     )
     run = train(tmp_path, config, *TURNS, *options)

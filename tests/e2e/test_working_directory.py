@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE
 from tests.e2e.commands import settings
-from tests.e2e.conftest import Service, Start
+from tests.e2e.conftest import Start
 from tests.waiting import LIMIT
 
 LIBRARIES = ("redis", "numpy", "grpc", "yaml", "queue", "typing", "uvicorn", "torch", "pydantic", "pathlib")
@@ -25,13 +27,24 @@ def shadowed(tmp_path: Path) -> Path:
 
 
 def test_train_and_the_processes_of_a_run_import_the_real_libraries(
-    start: Start, config: Path, shadowed: Path, frozen: Service
+    start: Start, config: Path, shadowed: Path, tmp_path: Path
 ) -> None:
-    function = settings("reward.source=function", "reward.model=null", "reward.function=mine:length", "run.steps=1")
-    trained = start("train", config, *function, *frozen.serving("reference"), fresh=True).wait()
-    assert trained.code == 0, trained
+    """Nothing of this run is forked from the tests, so its services show their environment, too."""
+    options = settings("reward.source=function", "reward.model=null", "reward.function=mine:length", "run.steps=1")
+    options += settings("rollout.generators=1", f"services.generator.python={sys.executable}")
+    held = {VARIABLE: "orchestrator.sealed=hold@1", FOLDER_VARIABLE: str(tmp_path)}
+    command = start("train", config, *options, environment=held, fresh=True)
+    command.wait_for((tmp_path / "orchestrator.sealed.reached").exists)
+    token = json.loads((shadowed / "runs/tiny/gateway.json").read_text())["token"]
+    environment = Path(f"/proc/{command.child('actor')}/environ").read_bytes()
+    assert FOLDER_VARIABLE.encode() in environment
+    assert token.encode() not in environment, "a service has the gateway's token"
+    (tmp_path / "orchestrator.sealed.go").touch()
+    trained = command.wait()
+    assert (trained.code, trained.err, trained.leftovers) == (0, "", []), trained
     logs = "".join(path.read_text() for path in (shadowed / "runs/tiny/logs").glob("*.log"))
-    assert "taken for a library" not in logs + trained.out + trained.err
+    assert "role='generator' event='ready'" in logs
+    assert "taken for a library" not in logs + trained.out
 
 
 @pytest.mark.parametrize("module", [("quartet.services", "reward"), ("quartet.gateway",)])

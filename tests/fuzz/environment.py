@@ -26,11 +26,11 @@ from quartet.engines.checkpoint_files import read_safetensors
 from quartet.rpc.base_servicers import WeightServicer
 from quartet.rpc.server import Server
 from quartet.run_directory.run_files import RunFiles
-from quartet.system.child_processes import tied_to_parent
 from quartet.weight_transfer.source import WeightSource
 from quartet.weight_transfer.tensors import HostTensor
 from tests.buffer.samples import experience
 from tests.e2e.commands import QUARTET, Command
+from tests.e2e.forked_program import start as start_fork
 from tests.fuzz.mutations import ESCAPE
 from tests.fuzz.seeds import CHECKPOINT_EVERY, NO_POLICIES, RUN, PublishedPolicies
 from tests.unit.models import tiny
@@ -245,19 +245,14 @@ def service_process(folder: Path, config: dict[str, Any], roles: list[Role]) -> 
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(json.loads(json.dumps(config))))
     reader, writer = os.pipe()
-    command = [sys.executable, "-m", "quartet.services", *roles, "--config", str(path), "--listen", "127.0.0.1:0"]
+    module = ["-m", "quartet.services", *roles, "--config", str(path), "--listen", "127.0.0.1:0", "--ready-fd"]
     # As deep as the fuzzed paths climb, so that files outside the run directory stay in the folder.
     directory = folder / "work" / "a" / "b" / "c"
     directory.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, IMPORT_PATH))}
     with (folder / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen(
-            tied_to_parent([*command, "--ready-fd", str(writer)]),
-            cwd=directory,
-            stdout=log,
-            stderr=log,
-            stdin=subprocess.DEVNULL,
-            pass_fds=(writer,),
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, IMPORT_PATH))},
+        process = start_fork(
+            [sys.executable, *module], directory, environment, folder, log.fileno(), log.fileno(), pipe=writer
         )
     os.close(writer)
     with os.fdopen(reader) as pipe:
