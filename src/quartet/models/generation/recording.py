@@ -1,19 +1,18 @@
 """Recording of a computation in torch, and its replay without the Python code that made it.
 
-A decode step of a small model is a few hundred calls of torch between layers of Python. A recording keeps only the calls, as a
-``torch.fx`` graph, and repeats them on the same tensors. It reads tensors that exist already, such as weights and caches, at each
-replay, so a replay sees changes in place.
+A decode step of a small model is a few hundred calls of torch between layers of Python. A recording keeps only the calls, as the
+lines of a function, and repeats them on the same tensors. It reads tensors that exist already, such as weights and caches, at
+each replay, so a replay sees changes in place. The graphs of ``torch.fx`` are the same in principle, and take longer to make
+than a step to compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
 from torch.overrides import TorchFunctionMode
 
 _METADATA = frozenset(
@@ -28,7 +27,7 @@ _PLAIN = (
     *(bool, int, float, complex, str, type(None), type(...)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-"""Types of arguments that a graph can contain."""
+"""Types of arguments that a recording can contain."""
 
 
 class NotRecordable(Exception):
@@ -48,14 +47,18 @@ def record(compute: Callable[[], object]) -> Callable[[], object]:
 
 
 class _Recorder(TorchFunctionMode):
-    """Mode that adds every call of a torch function to a graph."""
+    """Mode that records every call of a torch function."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._graph = fx.Graph()
-        self._nodes: dict[int, Any] = {}
-        self._constants: list[torch.Tensor] = []
-        self._last_placeholder: Any = None
+        self._calls: list[str] = []
+        """The calls, of which the result of number n is the variable ``vn``."""
+        self._last_uses: dict[int, int] = {}
+        """Number of the last call that uses the result of a call."""
+        self._names: dict[int, str] = {}
+        """Names of tensors by their address."""
+        self._values: dict[str, object] = {}
+        """Values of names that are no results: tensors, functions, and other arguments."""
         # Objects are known by their address, so none may be freed before the end.
         self._alive: list[object] = []
 
@@ -69,62 +72,82 @@ class _Recorder(TorchFunctionMode):
         elif isinstance(result, torch.Tensor):
             # A conversion that changes nothing returns its argument.
             if not (_is_pure(name, kwargs) and any(result is value for value in args)):
-                self._name(result, self._add(func, args, kwargs))
+                self._name(result, self._add_call(func, args, kwargs))
         elif isinstance(result, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in result):
-            node = self._add(func, args, kwargs)
+            call = self._add_call(func, args, kwargs)
             for index, item in enumerate(result):
                 if isinstance(item, torch.Tensor):
-                    self._name(item, self._graph.call_method("__getitem__", (node, index)))
+                    self._name(item, self._add(f"{self._use(call)}[{index}]"))
         elif result is None:
-            self._add(func, args, kwargs)
+            self._add_call(func, args, kwargs)
         elif name not in _METADATA:
             raise NotRecordable(f"{name or func} reads values of tensors")
         return result
 
     def replay(self) -> Callable[[], object]:
         """Return the function that repeats the calls."""
-        self._graph.output(None)
-        module = fx.GraphModule({}, self._graph)
-        return partial(module.forward, *self._constants)
+        unused: dict[int, list[str]] = {}
+        for number, last in self._last_uses.items():
+            unused.setdefault(last, []).append(f"v{number} = ")
+        lines = [
+            (f"v{number} = " if number in self._last_uses else "")
+            + call
+            # Frees the memory of results that no later call uses.
+            + (f"; {''.join(unused[number])}None" if number in unused else "")
+            for number, call in enumerate(self._calls)
+        ]
+        code = compile("\n ".join(["def replay():", *lines, "return"]), "<recording>", "exec")
+        exec(code, self._values)  # noqa: S102 - the code has only names of this class, attributes of tensors, and plain values.
+        function: Any = self._values.pop("replay")
+        return function  # type: ignore[no-any-return]
 
     def _add_attribute(self, name: str, tensor: torch.Tensor, result: object) -> None:
         if isinstance(result, torch.Tensor):
-            self._name(result, self._graph.call_function(getattr, (self._node(tensor), name)))
+            self._name(result, self._add(f"{self._argument(tensor)}.{name}"))
         elif name not in _ATTRIBUTES:
             raise NotRecordable(f"the attribute {name} reads a tensor")
 
-    def _add(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._graph.call_function(func, self._convert(args), self._convert(kwargs))
+    def _add_call(self, func: Any, args: Any, kwargs: Any) -> int:
+        named = [f"{key}={self._argument(value)}" for key, value in kwargs.items()]
+        return self._add(f"{self._value(func)}({', '.join([*map(self._argument, args), *named])})")
 
-    def _name(self, tensor: torch.Tensor, node: Any) -> None:
+    def _add(self, call: str) -> int:
+        self._calls.append(call)
+        return len(self._calls) - 1
+
+    def _name(self, tensor: torch.Tensor, call: int) -> None:
         # An operation in place returns a tensor that has a name already.
-        self._nodes.setdefault(id(tensor), node)
+        self._names.setdefault(id(tensor), f"v{call}")
 
-    def _convert(self, value: Any) -> Any:
-        """Replace tensors in an argument by the nodes that compute them."""
+    def _use(self, call: int) -> str:
+        self._last_uses[call] = len(self._calls)
+        return f"v{call}"
+
+    def _argument(self, value: Any) -> str:
+        """Return the code of an argument, in which tensors are the names of the calls that compute them."""
         if isinstance(value, torch.Tensor):
-            return self._node(value)
+            name = self._names.get(id(value))
+            if name is None:
+                name = self._names[id(value)] = self._value(value)
+            return self._use(int(name[1:])) if name[0] == "v" else name
         if isinstance(value, (tuple, list)):
-            return [*map(self._convert, value)] if isinstance(value, list) else tuple(map(self._convert, value))
+            items = "".join(f"{self._argument(item)}, " for item in value)
+            return f"[{items}]" if isinstance(value, list) else f"({items})"
         if isinstance(value, dict):
-            return {key: self._convert(item) for key, item in value.items()}
+            return f"{{{', '.join(f'{key!r}: {self._argument(item)}' for key, item in value.items())}}}"
         if isinstance(value, slice):
-            return slice(self._convert(value.start), self._convert(value.stop), self._convert(value.step))
+            return f"slice({self._argument(value.start)}, {self._argument(value.stop)}, {self._argument(value.step)})"
         if isinstance(value, np.generic):
-            return value.item()
+            value = value.item()
         if not isinstance(value, _PLAIN):
             raise NotRecordable(f"an argument of the type {type(value).__name__}")
-        return value
+        return repr(value) if type(value) in (bool, int, str, type(None)) else self._value(value)
 
-    def _node(self, tensor: torch.Tensor) -> Any:
-        if id(tensor) not in self._nodes:
-            last = self._last_placeholder
-            with self._graph.inserting_after(last) if last is not None else self._graph.inserting_before():
-                node = self._graph.placeholder(f"constant_{len(self._constants)}")
-            self._nodes[id(tensor)] = self._last_placeholder = node
-            self._constants.append(tensor)
-            self._alive.append(tensor)
-        return self._nodes[id(tensor)]
+    def _value(self, value: object) -> str:
+        """Return a new name of a value."""
+        name = f"c{len(self._values)}"
+        self._values[name] = value
+        return name
 
 
 def _is_pure(name: str, kwargs: dict[str, Any]) -> bool:
