@@ -48,26 +48,27 @@ def test_tests_of_a_module_come_before_those_of_its_users() -> None:
 
 
 CHANGES = [
-    ("def two(): return 2", "assert two() == 2", "survived "),
-    ("def two(): return 3", "assert two() == 2", "killed test_1.py"),
-    ("def two():\n    while True: pass", "assert two() == 2", "killed "),
-    ("two = 1 / 0", "assert two", "killed test_3.py"),
+    ("def two(): return 2", "assert two() == 2", 30, "survived "),
+    ("def two(): return 3", "assert two() == 2", 30, "killed test_1.py"),
+    ("def two():\n    while True: pass", "assert two() == 2", 1, "killed "),
+    ("two = 1 / 0", "assert two", 30, "killed test_3.py"),
 ]
+"""Module, test, seconds of the processor that it may take, and outcome."""
 
 
 def test_a_child_imports_the_replaced_module(tmp_path: Path) -> None:
     script = (
         "import json, sys, time\nfrom tests.mutation import execute\nexecute.preload()\n"
-        "for code, file in json.loads(sys.argv[1]):\n"
-        "    child = execute.Child('kl', code, [file], 4)\n"
+        "for code, file, seconds in json.loads(sys.argv[1]):\n"
+        "    child = execute.Child('kl', code, [file], seconds)\n"
         "    while (outcome := child.outcome()) is None: time.sleep(0.02)\n"
         "    print(outcome, child.failed.rpartition('/')[2])\n"
     )
     changes = []
-    for number, (code, test, _) in enumerate(CHANGES):
+    for number, (code, test, seconds, _) in enumerate(CHANGES):
         file = tmp_path / f"test_{number}.py"
         file.write_text(f"from quartet.ppo.kl import two\n\ndef test(): {test}\n", encoding="utf-8")
-        changes.append((code, str(file)))
+        changes.append((code, str(file), seconds))
     arguments = [sys.executable, "-c", script, json.dumps(changes)]
     done = subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=LIMIT, cwd=execute.ROOT)
     assert done.stdout.split("\n")[:-1] == [outcome for *_, outcome in CHANGES]

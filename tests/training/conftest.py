@@ -13,6 +13,7 @@ import torch
 from quartet.config.root import Config
 from quartet.demo.toy_task import ToyTask
 from tests.e2e.conftest import toy_task
+from tests.preflight_workers import run_here
 from tests.training.measured_once import measured_once
 from tests.training.runs import merged, parsed
 
@@ -32,6 +33,11 @@ def _one_thread() -> None:
 def _measured_once() -> Iterator[None]:
     with measured_once():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _models_checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_here(monkeypatch)
 
 
 @pytest.fixture(scope="session")
