@@ -118,7 +118,7 @@ REFUSED = (
     ),
     *("falcon_h1", "nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "minimax"),
     *("olmo_hybrid", "kimi_linear", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "openai-gpt", "xlnet", "xlm"),
-    *("t5", "bart", "pegasus", "whisper", "bert", "roberta", "llava", "qwen2_vl"),
+    *("t5", "bart", "pegasus", "whisper", "bert", "roberta", "florence2"),
 )
 """Model types that are refused as a policy."""
 

@@ -155,13 +155,10 @@ def not_causal_reason(config: dict[str, Any]) -> str | None:
     if not isinstance(names, list) or not names or not known or any(name in known for name in names):
         return None
     extras = sorted({what for key, what in _MODALITIES.items() if config.get(key)})
-    text = config.get("text_config")
     if extras:
-        inner = str(text.get("model_type")) if isinstance(text, dict) else None
-        remedy = f"the language model that it is built on ({inner}), saved with save_pretrained"
         return (
-            f"{', '.join(map(str, names))} reads {' and '.join(extras)}, too; Quartet trains on text: give "
-            f"{remedy if inner in known else f'a causal language model, such as {_DEFAULT}'}"
+            f"{', '.join(map(str, names))} reads {' and '.join(extras)}, too, and is in none of transformers' tables of models "
+            f"that generate text; give a causal language model, such as {_DEFAULT}"
         )
     return None
 
@@ -178,8 +175,12 @@ def encoder_reason(config: dict[str, Any]) -> str | None:
 
 
 def causal_names() -> frozenset[str]:
-    """Return the architectures and types of causal language models in transformers. Empty without transformers."""
-    return _names_in("modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    """Return the architectures and types of causal language models in transformers. Empty without transformers.
+
+    Those that read images or audio, too, are among them.
+    """
+    tables = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+    return frozenset().union(*(_names_in("modeling_auto.py", f"MODEL_FOR_{name}_MAPPING_NAMES") for name in tables))
 
 
 def classifier_names() -> frozenset[str]:

@@ -10,6 +10,7 @@ from quartet.errors import ModelError
 FOLDER = "sharded"
 GROUPS_FILE = "optimizer.json"
 """File with the optimizer's parameter groups, next to the ranks' files."""
+_UNLOADED_FILE = "unloaded.safetensors"
 _NAME = re.compile(r"rank-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
 
 
@@ -23,10 +24,15 @@ def rank_file(directory: Path, rank: int, size: int) -> Path:
     return directory / FOLDER / f"rank-{rank:05d}-of-{size:05d}.safetensors"
 
 
+def unloaded_file(directory: Path) -> Path:
+    """Return the file with the tensors that are not in the model, such as those of towers for images."""
+    return directory / FOLDER / _UNLOADED_FILE
+
+
 def rank_files(directory: str | Path) -> list[Path]:
     """Return the files of all ranks, in their order. Raises ModelError if one is missing."""
     folder = Path(directory) / FOLDER
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    names = sorted(path.name for path in folder.glob("*.safetensors") if path.name != _UNLOADED_FILE)
     numbers = [match.groups() for name in names if (match := _NAME.fullmatch(name))]
     sizes = {int(size) for _, size in numbers}
     if len(sizes) != 1 or len(numbers) != len(names) or any(int(rank) >= int(size) for rank, size in numbers):

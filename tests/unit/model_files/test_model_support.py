@@ -54,13 +54,13 @@ def saved(folder: Path, config: dict[str, Any]) -> str:
         ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, "an encoder (bert without is_decoder", "Qwen3"),
         (
             {
-                "model_type": "llava",
-                "architectures": ["LlavaForConditionalGeneration"],
+                "model_type": "clip",
+                "architectures": ["CLIPModel"],
                 "vision_config": {"hidden_size": 4},
-                "text_config": {"model_type": "llama"},
+                "text_config": {"model_type": "clip_text_model"},
             },
-            "LlavaForConditionalGeneration reads images, too",
-            "give the language model that it is built on (llama)",
+            "CLIPModel reads images, too",
+            "give a causal language model",
         ),
         (
             {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}},
@@ -103,6 +103,13 @@ def test_a_policy_that_cannot_be_used_is_refused_with_reason_and_remedy(
             "vision_config": {},
             "text_config": {"model_type": "gemma3_text"},
         },
+        {
+            "model_type": "llava",
+            "architectures": ["LlavaForConditionalGeneration"],
+            "vision_config": {},
+            "text_config": {"model_type": "llama"},
+        },
+        {"model_type": "voxtral", "architectures": ["VoxtralForConditionalGeneration"], "audio_config": {}},
         {"model_type": "gpt-sw3", "architectures": ["GPT2LMHeadModel"]},
     ],
 )

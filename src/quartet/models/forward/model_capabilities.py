@@ -41,8 +41,14 @@ def attention_implementation(model: Any, name: str | None) -> Iterator[None]:
 def backbone(model: Any) -> Any:
     """Return the part of a model, or value model, that returns hidden states."""
     base = model.base_model
+    if base is not model:
+        return base
     # The class of a few causal LMs names a part as its base model that only their multimodal relatives have.
-    return getattr(model, "model", base) if base is model else base
+    if hasattr(model, "model"):
+        return model.model
+    # A few multimodal models consist of towers and a causal LM.
+    is_wrapper = hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
+    return backbone(model.get_decoder()) if is_wrapper and model.get_decoder() is not model else base
 
 
 def has_experts(model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from quartet.errors import ModelError
 from quartet.model_files.weight_files import TensorEntry, read_headers, same_bytes
 from quartet.models.weights.safetensors_file import DTYPES
 from quartet.models.weights.tokenizer import SAFE
+from quartet.models.weights.towers import is_part_of
 
 log = structlog.get_logger()
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -54,10 +55,16 @@ def describe_model(directory: Path, config: Any, kind: Any) -> tuple[Any, Mappin
     return model, report
 
 
-def check_contents(model: Any, report: Mapping[str, Any], headers: Mapping[str, tuple[Path, TensorEntry]]) -> list[str]:
+def check_contents(
+    model: Any,
+    report: Mapping[str, Any],
+    headers: Mapping[str, tuple[Path, TensorEntry]],
+    outside: Sequence[str] = (),
+) -> list[str]:
     """Return notes about tensors of a checkpoint that a loaded model does not use.
 
-    ``report`` is that of transformers, ``headers`` those of the files. Raises ModelError if weights of the model are missing,
+    ``report`` is that of transformers, ``headers`` those of the files. ``outside``: names of parts of the class of the model that
+    are not loaded. Raises ModelError if weights of the model are missing,
     have another shape or hold quantised values, if a tensor within its layers has no place in them, or if weights differ that
     its config ties.
     """
@@ -92,7 +99,9 @@ def check_contents(model: Any, report: Mapping[str, Any], headers: Mapping[str, 
         one, other = model.get_parameter_or_buffer(target), model.get_parameter_or_buffer(source)
         if one is not other and not one.is_meta:
             raise _tied_differently(target, source)
-    unused = sorted(key for key in report["unexpected_keys"] if not _is_causal_mask(model, key))
+    unused = sorted(
+        key for key in report["unexpected_keys"] if not (_is_causal_mask(model, key) or is_part_of(key, outside))
+    )
     within = [key for key in unused if _is_within_layers(model, key)]
     if within:
         raise ModelError(

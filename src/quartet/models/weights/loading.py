@@ -20,6 +20,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
@@ -27,9 +28,9 @@ from quartet.errors import ModelError
 from quartet.model_files.adapter_files import adapter_base, adapter_chain, is_adapter
 from quartet.model_files.hub_models import model_directory
 from quartet.model_files.model_support import not_causal_reason, uncacheable_reason, unreadable_reason
-from quartet.model_files.sharded_files import is_sharded
+from quartet.model_files.sharded_files import is_sharded, unloaded_file
 from quartet.model_files.stop_tokens import select_stop_ids
-from quartet.model_files.weight_files import read_headers
+from quartet.model_files.weight_files import TensorEntry, read_header, read_headers
 from quartet.models.forward.model_capabilities import vocabulary_size
 from quartet.models.hf_logging import suppress_hf_logging
 from quartet.models.weights.contents import check_contents, describe_model
@@ -38,6 +39,12 @@ from quartet.models.weights.saved_state import check_shapes
 from quartet.models.weights.snapshot import Writer, host_state
 from quartet.models.weights.streamed_model import StreamedModel
 from quartet.models.weights.tokenizer import SAFE, explained, first_line
+from quartet.models.weights.towers import (
+    before_reading,
+    keep_unloaded,
+    remove_towers,
+    unloaded_tensors,
+)
 from quartet.models.workers.workers import SINGLE, Workers
 
 if TYPE_CHECKING:
@@ -61,7 +68,8 @@ _loading = threading.Lock()
 def load_causal_lm(model: str | Path, dtype: str = "float32", device: str = "cpu", workers: Workers = SINGLE) -> Any:
     """Load a causal language model in evaluation mode, without dropout. Raises ModelError, also for a classifier.
 
-    From the directory of a LoRA adapter, load the base model and merge the adapter into its weights. Several ``workers`` load
+    From the directory of a LoRA adapter, load the base model and merge the adapter into its weights. From a checkpoint that reads
+    images or audio, too, load the language model: see ``remove_towers``. Several ``workers`` load
     their parts of the parameters; the caller then calls ``check_causal_lm`` after ``shard_model``.
     """
     if workers.size > 1:
@@ -77,11 +85,20 @@ def _causal_lm(model: str | Path, dtype: str, device: str) -> Any:
     with _below(model, base):
         config = _load_config(base)
         _refuse(base, not_causal_reason(config.to_dict()))
-        _check_architecture(base, config, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "a causal language model")
-        loaded = _load(base, config, transformers.AutoModelForCausalLM, dtype, device)
+        loaded = _load(base, config, _causal_kind(base, config), dtype, device)
     for adapter in adapters:
         _merge(loaded, adapter)
     return loaded
+
+
+def _causal_kind(model: str | Path, config: Any) -> Any:
+    """Return transformers' loader of the class that config.json names. Raises ModelError if it is no causal LM."""
+    tables = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    _check_architecture(model, config, tables, "a causal language model")
+    if set(config.architectures) & _names(tables[0]):
+        return transformers.AutoModelForCausalLM
+    # The class of the language model alone would give the tensors of a save other names, and some types have none.
+    return transformers.AutoModelForMultimodalLM
 
 
 def _in_parts(model: str | Path, load: Callable[[str], _Module], device: str, workers: Workers) -> _Module:
@@ -121,7 +138,7 @@ def load_reward_model(model: str | Path, dtype: str = "float32", device: str = "
     if workers.size > 1:
         return _in_parts(model, lambda place: load_reward_model(model, dtype, place), device, workers)
     config = _load_config(model)
-    _check_architecture(model, config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, "a sequence classifier")
+    _check_architecture(model, config, [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES], "a sequence classifier")
     if config.num_labels != 1:
         raise ModelError(
             f"model {model}: a classifier with {config.num_labels} outputs; a reward model has exactly one (num_labels: 1)"
@@ -245,7 +262,13 @@ def snapshot_model(model: Any, adapter: Adapter | None = None) -> Writer:
     if adapter is not None:
         return adapter.snapshot_merged()
     state = host_state(model)
-    return lambda directory: model.save_pretrained(directory, state_dict=state)
+
+    def write(directory: Path) -> None:
+        model.save_pretrained(directory, state_dict=state)
+        if (unloaded := unloaded_tensors(model)) is not None:
+            unloaded.add_to(directory)
+
+    return write
 
 
 def _merge(model: Any, adapter: Path) -> None:
@@ -278,8 +301,14 @@ def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) ->
     directory = model_directory(model)
     if is_sharded(directory):
         return _load_sharded(model, directory, config, kind, dtype, device)
+    outside: list[str] = []
     try:
-        with explained(model, "weights"), _loading, suppress_hf_logging():
+        with (
+            explained(model, "weights"),
+            _loading,
+            suppress_hf_logging(),
+            before_reading(lambda created: outside.extend(remove_towers(created))),
+        ):
             headers = read_headers(directory)
             if device == META:
                 loaded, report = describe_model(directory, config, kind)
@@ -293,11 +322,13 @@ def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) ->
                     output_loading_info=True,
                     **SAFE,
                 )
-        notes = check_contents(loaded, report, headers)
+        notes = check_contents(loaded, report, headers, outside)
     except ModelError as error:
         raise error if str(error).startswith("model ") else ModelError(f"model {model}: {error}") from None
     for note in notes:
         log.warning(f"model {model}: {note}")
+    if outside and device != META:
+        keep_unloaded(loaded, outside, headers, directory)
     return _frozen_dropout(_on_device(loaded, device))
 
 
@@ -311,6 +342,7 @@ def _load_sharded(model: str | Path, directory: Path, config: Any, kind: Any, dt
         with explained(model, "weights"), _loading, torch.device(META):
             loaded = kind.from_config(config, dtype=DTYPES[dtype])
             loaded.tie_weights()
+            remove_towers(loaded)
             check_shapes(
                 ShardedState(directory, WEIGHTS), {name: tuple(value.shape) for name, value in distinct_state(loaded)}
             )
@@ -319,9 +351,12 @@ def _load_sharded(model: str | Path, directory: Path, config: Any, kind: Any, dt
         with no_init_weights():
             loaded = kind.from_config(config, dtype=DTYPES[dtype])
             loaded.tie_weights()
+            outside = remove_towers(loaded)
         if loaded.can_generate() and (directory / "generation_config.json").is_file():
             loaded.generation_config = transformers.GenerationConfig.from_pretrained(str(directory))
         read_weights(loaded, ShardedState(directory, WEIGHTS), SINGLE)
+        if outside:
+            keep_unloaded(loaded, outside, _unloaded_headers(directory), directory)
     return _frozen_dropout(_on_device(loaded, device))
 
 
@@ -334,9 +369,10 @@ def write_consolidated(directory: Path, target: Path) -> None:
 
     config, saved = _load_config(directory), ShardedState(directory, WEIGHTS)
     with explained(directory, "config.json"), _loading, torch.device("meta"):
-        kind: Any = transformers.AutoModelForCausalLM
-        model = kind.from_config(config)
+        model = _causal_kind(directory, config).from_config(config)
         model.tie_weights()
+        if outside := remove_towers(model):
+            keep_unloaded(model, outside, _unloaded_headers(directory), directory)
     state = model.state_dict(keep_vars=True)
     distinct = {id(value): (name, value) for name, value in reversed(state.items())}
     check_shapes(saved, {name: tuple(value.shape) for name, value in distinct.values()})
@@ -348,6 +384,14 @@ def write_consolidated(directory: Path, target: Path) -> None:
     with StreamedModel(model, {name: saved_types[id(value)] for name, value in state.items()}, target) as files:
         for name in saved.shapes:
             files.write(name, saved.tensor(name))
+    if (unloaded := unloaded_tensors(model)) is not None:
+        unloaded.add_to(target)
+
+
+def _unloaded_headers(directory: Path) -> dict[str, tuple[Path, TensorEntry]]:
+    """Return the tensors of a sharded checkpoint that are not in its model."""
+    file = unloaded_file(directory)
+    return {name: (file, entry) for name, entry in read_header(file).items()} if file.is_file() else {}
 
 
 def _on_device(model: Any, device: str) -> Any:
@@ -373,10 +417,10 @@ def _refuse(model: str | Path, reason: str | None) -> None:
         raise ModelError(f"model {model}: {reason}")
 
 
-def _check_architecture(model: str | Path, config: Any, mapping: Any, wanted: str) -> None:
+def _check_architecture(model: str | Path, config: Any, tables: Sequence[Any], wanted: str) -> None:
     """Raise ModelError for another kind of checkpoint, to which transformers would add a new random or tied head."""
     names = list(config.architectures or ())
-    if not set(names) & _names(mapping):
+    if not set(names) & set().union(*map(_names, tables)):
         raise ModelError(
             f"model {model}: config.json has architectures {names}; expected {wanted}. "
             "Give a checkpoint of that kind, or correct 'architectures' if it is one"

@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from quartet.errors import ModelError
 from quartet.model_files.adapter_files import CONFIG_FILE
 from quartet.models.weights.snapshot import Writer, host_copy, host_state
+from quartet.models.weights.towers import unloaded_tensors
 
 if TYPE_CHECKING:
     import peft  # Imported where it is used: it takes seconds, and only runs with an adapter need it.
@@ -73,7 +74,13 @@ class Adapter:
         The model itself is unchanged.
         """
         state = self._merged_state()
-        return lambda directory: self.model.save_pretrained(directory, state_dict=state)
+
+        def write(directory: Path) -> None:
+            self.model.save_pretrained(directory, state_dict=state)
+            if (unloaded := unloaded_tensors(self.model)) is not None:
+                unloaded.add_to(directory)
+
+        return write
 
     def snapshot(self) -> Writer:
         """Copy the adapter. The returned writer writes it in peft's format. Equal weights give equal bytes."""
@@ -337,6 +344,8 @@ def _targets(model: Any, target_modules: Sequence[str]) -> tuple[set[str], set[s
     projection = model.get_output_embeddings()
     modules = dict(model.named_modules())
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and _is_linear(module)}
+    # Outside the language model of a multimodal model.
+    frozen = {name for name in linear if not modules[name].weight.requires_grad}
     experts = {
         f"{name}.{parameter}"
         for name, module in modules.items()
@@ -345,7 +354,7 @@ def _targets(model: Any, target_modules: Sequence[str]) -> tuple[set[str], set[s
         if value.ndim == 3
     }
     if not target_modules:
-        every = {name for name in linear if modules[name] is not projection}
+        every = {name for name in linear - frozen if modules[name] is not projection}
         if not every | experts:
             raise ModelError(f"lora: {type(model).__name__} has no linear layer for an adapter")
         return every, experts
@@ -362,7 +371,7 @@ def _targets(model: Any, target_modules: Sequence[str]) -> tuple[set[str], set[s
                 f"{', '.join(known[:_EXAMPLES])}"
             )
         results |= matching
-    return results & linear, results & experts
+    return (results & linear) - frozen, results & experts
 
 
 @torch.inference_mode()

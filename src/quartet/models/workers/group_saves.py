@@ -21,13 +21,14 @@ from torch.distributed.tensor import DTensor
 from quartet.contract.domain_errors import domain_error
 from quartet.contract.weights import SavedFile
 from quartet.errors import MismatchError, QuartetError, ServiceFailed, StorageFailed
-from quartet.model_files.sharded_files import FOLDER, GROUPS_FILE, rank_file
+from quartet.model_files.sharded_files import FOLDER, GROUPS_FILE, rank_file, unloaded_file
 from quartet.models.hf_logging import suppress_hf_logging
 from quartet.models.training.optimizer import MasterWeightAdamW, optimizer_parts, parameter_groups
 from quartet.models.weights.lora import Adapter
 from quartet.models.weights.saved_state import Part
 from quartet.models.weights.snapshot import Writer, host_copy, save_failure
 from quartet.models.weights.streamed_model import StreamedModel
+from quartet.models.weights.towers import unloaded_tensors
 from quartet.models.workers.group import WorkerGroup
 from quartet.models.workers.sharded_checkpoint import OPTIMIZER, WEIGHTS, write_parts
 from quartet.models.workers.sharding import host_parts, part_of
@@ -103,6 +104,13 @@ class GroupSaves:
             parts.clear()
 
         others = [] if rank else [*writers, write_groups]
+        if not rank and model is not None and (unloaded := unloaded_tensors(model)) is not None:
+
+            def write_unloaded(directory: Path) -> None:
+                unloaded.write_processor(directory)
+                unloaded.write(unloaded_file(directory))
+
+            others.append(write_unloaded)
         return self._start(target, [*others, saving, write_part])
 
     def save_model(
@@ -138,6 +146,8 @@ class GroupSaves:
             with _collected(failures):
                 # The disk may refuse what the files still have in their buffers.
                 stack.close()
+                if write is not None and not failures and (unloaded := unloaded_tensors(model)) is not None:
+                    unloaded.add_to(temporary_directory(target))
         self._workers.agreed(lambda: self._raise(target, failures))
         return lambda: self._install(target)
 

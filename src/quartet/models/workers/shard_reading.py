@@ -5,10 +5,8 @@ Each parameter then is a DTensor that is split along its first dimension, and ha
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import structlog
 import torch
@@ -16,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import PreTrainedModel
 
+from quartet.models.weights.towers import before_reading
 from quartet.models.workers.group import WorkerGroup
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -33,7 +31,15 @@ def read_in_parts(read: Callable[[str], _Module], device: str, workers: WorkerGr
     in parts. Raises the errors of ``read``.
     """
     if not in_turn:
-        with _parameters_split_before_they_are_read(workers.shards) as split:
+        split = False
+
+        def split_parameters(model: nn.Module) -> None:
+            nonlocal split
+            # transformers reads a parameter that is a DTensor in parts.
+            replace_parameters(model, lambda parameter: _without_memory(parameter, workers.shards))
+            split = True
+
+        with before_reading(split_parameters):
             model = read(device)
         if split:
             return model
@@ -99,26 +105,3 @@ def _without_memory(parameter: torch.Tensor, mesh: DeviceMesh) -> DTensor | None
     return DTensor.from_local(
         complete.new_empty(size), mesh, [Shard(0)], run_check=False, shape=complete.shape, stride=complete.stride()
     )
-
-
-@contextmanager
-def _parameters_split_before_they_are_read(mesh: DeviceMesh) -> Iterator[list[nn.Module]]:
-    """Split the parameters of a model that transformers has created on the meta device, before it reads the files.
-
-    transformers reads a parameter that is a DTensor in parts. Yields a list of the models that were split. Only loads of the
-    calling thread are affected.
-    """
-    load: Any = PreTrainedModel._load_pretrained_model
-    thread, split = threading.get_ident(), list[nn.Module]()
-
-    def split_first(model: nn.Module, *arguments: Any, **more: Any) -> Any:
-        if threading.get_ident() == thread:
-            replace_parameters(model, lambda parameter: _without_memory(parameter, mesh))
-            split.append(model)
-        return load(model, *arguments, **more)
-
-    PreTrainedModel._load_pretrained_model = staticmethod(split_first)  # type: ignore[method-assign]
-    try:
-        yield split
-    finally:
-        PreTrainedModel._load_pretrained_model = staticmethod(load)  # type: ignore[method-assign]
