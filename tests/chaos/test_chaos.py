@@ -44,23 +44,23 @@ def setup_of_groups(setup: ChaosSetup, tmp_path_factory: pytest.TempPathFactory)
 
 
 SAMPLE = sample_of_the_suite(CHAOS_SEED)
-OF_EVERY_DAY = [next((case for case in SAMPLE if part_of(case) is part), part.cases[0]) for part in PARTS]
-"""The cases of ``make test``: one of each part. `make test-all` runs the whole sample."""
+OF_TODAY = next((case for case in SAMPLE if part_of(case) is SERVICES), SERVICES.cases[0])
+"""The case of ``make test``, where tests/e2e/test_hung_ranks.py restarts groups. `make test-all` runs the whole sample."""
 
 
 @pytest.mark.parametrize(
     "case",
     [
         pytest.param(
-            case, id=f"CHAOS_SEED={CHAOS_SEED}-{case.name}", marks=[] if case in OF_EVERY_DAY else [pytest.mark.slow]
+            case, id=f"CHAOS_SEED={CHAOS_SEED}-{case.name}", marks=[] if case is OF_TODAY else [pytest.mark.slow]
         )
-        for case in [*OF_EVERY_DAY, *(case for case in SAMPLE if case not in OF_EVERY_DAY)]
+        for case in [OF_TODAY, *(case for case in SAMPLE if case is not OF_TODAY)]
     ],
 )
 def test_a_disturbed_run_is_bit_identical_to_the_undisturbed_one(
-    case: Case, setup: ChaosSetup, setup_of_groups: ChaosSetup
+    case: Case, setup: ChaosSetup, request: pytest.FixtureRequest
 ) -> None:
-    result = disturb(case, setup_of_groups if part_of(case) is GROUPS else setup)
+    result = disturb(case, request.getfixturevalue("setup_of_groups") if part_of(case) is GROUPS else setup)
     assert result.problems == (), f"python -m tests.chaos --only {case.name}"
 
 
@@ -156,7 +156,7 @@ def lower_epoch(path: Path) -> None:
 def test_the_suite_detects_every_kind_of_damage(
     file: str, damage: Callable[[Path], None], message: str, setup: ChaosSetup, tmp_path: Path
 ) -> None:
-    undisturbed = setup.undisturbed(OF_EVERY_DAY[0].seed)
+    undisturbed = setup.undisturbed(OF_TODAY.seed)
     run = shutil.copytree(undisturbed, tmp_path / "run")
     assert list(differences(run, undisturbed)) == []
     damage(run / file)

@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import socket
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from quartet.models.workers.workers import SINGLE, Workers
 from quartet.services.actor.actor import Actor
 from quartet.services.critic.critic import Critic
 from quartet.services.trainable_model import TrainableModel
+from tests.e2e.commands import Command
 from tests.unit.models import tiny
 
 RUN = "run"
@@ -117,16 +117,19 @@ class Group:
     tensor: int = 1
 
 
-def run_groups(folder: Path, *groups: Group) -> None:
-    """Run the groups, one after the other. Their processes are forks of one, which imports torch once."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+def run_groups(folder: Path, *groups: Group, fresh: bool = False) -> None:
+    """Run the groups, one after the other. Their processes are forks of one, which has imported torch unless it is ``fresh``."""
     # Freed tensors go back to the system at once, so that resident memory shows what is held.
-    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    command = [sys.executable, "-m", __name__, str(folder), json.dumps([asdict(group) for group in groups])]
-    result = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500, check=False
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    listed = json.dumps([asdict(group) for group in groups])
+    command = Command(
+        sys.executable, "-m", __name__, folder, listed, cwd=Path.cwd(), environment=environment, fresh=fresh
     )
-    assert result.returncode == 0, result.stdout
+    try:
+        result = command.wait(500)
+    finally:
+        command.clean_up()
+    assert result.code == 0, result.out + result.err
 
 
 def saved_state(folder: Path, case: str, action: str, size: int) -> dict[str, torch.Tensor]:

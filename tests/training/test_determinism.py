@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
+from tests.e2e.commands import Command
 from tests.training.conftest import MakeConfig
-
-ROOT = Path(__file__).parents[2]
 
 # Prints the settings of torch when the service would load its model: a line for each config, from a fork that then ends.
 PROCESS = """
@@ -43,10 +41,14 @@ def test_a_service_sets_torch_for_its_device(make: MakeConfig, tmp_path: Path) -
     for name, config in {"cpu": make(), "gpu": make(services={"actor": {"devices": [0]}})}.items():
         paths.append(tmp_path / f"{name}.yaml")
         paths[-1].write_text(config.to_yaml())
-    command = [sys.executable, "-c", PROCESS, *map(str, paths)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    settings = [line.split() for line in result.stdout.splitlines()]
+    (tmp_path / "process.py").write_text(PROCESS)
+    command = Command(sys.executable, tmp_path / "process.py", *paths, cwd=tmp_path)
+    try:
+        result = command.wait()
+    finally:
+        command.clean_up()
+    assert result.code == 0, result.err
+    settings = [line.split() for line in result.out.splitlines()]
     assert settings == [
         ["True", "False", "True", "None", "None"],
         ["False", "False", "False", ":4096:8", "expandable_segments:True"],

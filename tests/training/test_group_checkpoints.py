@@ -233,7 +233,7 @@ def test_any_number_of_processes_continues_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rank_0_holds_its_part_of_a_checkpoint_and_one_tensor_of_an_export(tmp_path: Path) -> None:
     save_base(tmp_path, "large")
-    run_groups(tmp_path, Group(2, "memory", ["large"]))
+    run_groups(tmp_path, Group(2, "memory", ["large"]), fresh=True)
     peaks = json.loads((tmp_path / "memory.json").read_text())
     # Half of the weights and of two moments, in a copy.
     assert 0.45 < peaks["checkpoint"] / peaks["checkpoint_files"] < 0.55, peaks
