@@ -1,4 +1,4 @@
-"""Fixtures of several folders of tests, sampled cases, and the profiles of Hypothesis."""
+"""Fixtures of several folders of tests, and the profiles of Hypothesis."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -40,22 +39,6 @@ with contextlib.suppress(ModuleNotFoundError):  # The environments of other engi
     settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
     settings.register_profile("thorough", settings.get_profile("quick"), max_examples=100)
     settings.load_profile("quick")
-
-
-@pytest.hookimpl(tryfirst=True)  # Before pytest deselects by marker.
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow all cases of a ``sampled`` test that are not in its sample: it has every n-th case.
-
-    If n has a common factor with the number of values of a parameter, some of its values may never be in the sample.
-    """
-    counts: Counter[str] = Counter()
-    for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled is not None:
-            test = item.nodeid.partition("[")[0]
-            if counts[test] % sampled.args[0]:
-                item.add_marker(pytest.mark.slow)
-            counts[test] += 1
 
 
 def pytest_collection_finish() -> None:

@@ -6,9 +6,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,25 @@ from tests.verifiers.hostile_programs import ATTACKS, CHEATS, LIMITED
 LIMITS = Limits(seconds=1.0, cpu_seconds=1, memory_mb=400)
 PATIENT = Limits(seconds=30.0, cpu_seconds=30, memory_mb=400)
 """Limits of time that no attack reaches, however busy the machine is."""
+
+
+SLOW_LIMITED = set(LIMITED) - {"fork bomb", "sleep", "memory", "endless output", "signals to all", "binary output"}
+"""Programs that reach, by other means, the limits and ends of those that always run: one of each verdict, and a fork bomb."""
+SLOW_CHEATS = set(CHEATS) - {
+    # Ends before the calls, and in them.
+    *("exits at its start", "exits when it is called", "exits at the end"),
+    # Objects and functions that lie.
+    *("returns what equals everything", "changes builtins", "replaces the encoder"),
+    # Writes to the channel of the results, and reads of the tests.
+    *("writes a verdict", "writes results of other calls", "reads the tests"),
+    # Results that the host must not read whole.
+    *("returns too much", "returns itself"),
+}
+"""Cheats that are further forms of those that always run."""
+
+
+def cases(names: Iterable[str], slow: set[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else [], id=name) for name in names]
 
 
 @pytest.fixture
@@ -55,8 +75,7 @@ def test_an_attack_is_contained(attack: str, box: Sandbox, host: str) -> None:
     assert report.kinds == (Kind.PASSED,)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", LIMITED)
+@pytest.mark.parametrize("name", cases(LIMITED, SLOW_LIMITED))
 def test_a_limit_ends_the_program(name: str, box: Sandbox, host: str) -> None:
     source, kinds = LIMITED[name]
     limits = LIMITS if "time limit" in kinds else PATIENT
@@ -64,8 +83,7 @@ def test_a_limit_ends_the_program(name: str, box: Sandbox, host: str) -> None:
     assert report.kinds[0] in kinds
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("cheat", CHEATS)
+@pytest.mark.parametrize("cheat", cases(CHEATS, SLOW_CHEATS))
 def test_a_cheat_passes_no_test(cheat: str, box: Sandbox, host: str) -> None:
     tests = ["assert add(2, 3) == 5", "assert add(2, 5) == 7"]
     report = run_with_calls(box, Program(CHEATS[cheat]), tests, LIMITS)

@@ -1,6 +1,6 @@
 """Faults of every source: the responses that they concern get no score, and no other response notices.
 
-Each fault is tried with each source. The scores that reach the update are those of the responses without the fault.
+The scores that reach the update are those of the responses without the fault.
 """
 
 from __future__ import annotations
@@ -28,6 +28,17 @@ from tests.rewards.scorers.sources import FAST, HTTP, section
 from tests.services.orchestrator.fake_services import FakeCall
 from tests.services.orchestrator.rollout.failing_services import FailingScorer
 
+CASES = (
+    # What ends the wait differs: the HTTP client, the deadline of the call, and the end of the process.
+    *(("openrlhf", "hang"), ("service", "hang"), ("function", "hang")),
+    # Faults of connections and bodies, which the HTTP client finds for all dialects and the judge.
+    *(("slime", "error"), ("vllm-classify", "overloaded"), ("nemo-gym", "cut"), ("openrlhf", "reset")),
+    *(("sglang-embeddings", "oversized"), ("slime", "broken"), ("judge", "empty")),
+    # Answers that each source reads in its own way.
+    *(("sglang-embeddings", "refusal"), ("nemo-gym", "too few"), ("vllm-classify", "null"), ("judge", "too many")),
+    *(("service", "nan"), ("function", "infinity"), ("trl", "boolean"), ("verl", "string")),
+)
+"""Sources and faults: each source and each fault at least once."""
 SOURCES = (*HTTP, "judge", "service", "function", "trl", "verl")
 
 
@@ -60,12 +71,11 @@ def faulty(kind: str, fault: str, build: Build, folder: Path) -> Iterator[Reward
 FIELDS = ['{"ground_truth": "x", "label": "y"}'] * 7
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.sampled(23)
+@pytest.mark.parametrize(("kind", "fault"), CASES)
 def test_a_fault_is_an_outcome_of_the_responses_that_it_concerns(
     kind: str, fault: str, build: Build, tmp_path: Path
 ) -> None:
+    assert {fault for _, fault in CASES} == set(FAULTS)
     sequences = responses()
     with faulty(kind, fault, build, tmp_path) as source:
         scores = scored_by(source, sequences.batch)
@@ -180,8 +190,11 @@ def test_without_a_fault_every_response_has_its_score(kind: str, build: Build, t
         np.testing.assert_array_equal(scores.total, sequences.scores)
 
 
-@pytest.mark.parametrize("kind", [*HTTP, "judge"])
-@pytest.mark.parametrize("fault", ["error", "overloaded", "cut", "reset"])
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    # The sources share the attempts, so each has one fault.
+    [*((kind, "error") for kind in (*HTTP, "judge")), *((HTTP[0], fault) for fault in ("overloaded", "cut", "reset"))],
+)
 def test_a_transient_fault_is_retried_and_changes_nothing(kind: str, fault: str, build: Build) -> None:
     sequences = responses()
     server = ScorerServer(DIALECTS[kind], fault, faulty_requests=1)
