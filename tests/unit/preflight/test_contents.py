@@ -11,6 +11,8 @@ import torch
 
 from quartet.errors import ModelError
 from quartet.preflight import contents
+from quartet.preflight.checking_process import checking_process
+from tests.preflight_workers import run_here
 from tests.unit.models import tiny
 from tests.unit.preflight.files import check_inputs, config
 
@@ -34,7 +36,6 @@ def test_a_reward_model_with_fewer_token_ids_than_the_policy_is_refused(real_mod
         check_inputs(config(real_models))
 
 
-@pytest.mark.usefixtures("real_processes")
 def test_a_comparison_is_kept_until_a_file_changes(
     real_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,14 +43,14 @@ def test_a_comparison_is_kept_until_a_file_changes(
     path = real_models / "reward/model.safetensors"
     tensors = safetensors.torch.load_file(path)
     safetensors.torch.save_file({**tensors, "v_head.weight": torch.zeros(1)}, path, {"format": "pt"})
+    monkeypatch.setattr(contents, "checking_process", checking_process)
     first = check_inputs(config(real_models))
     assert [note.partition(" which ")[0] for note in first if "v_head" in note] == [
         f"warning: {role}.model {real_models}/reward: the files hold v_head.weight," for role in ("reward", "critic")
     ]
-    process = contents.checking_process
     monkeypatch.setattr(contents, "checking_process", None)
     assert check_inputs(config(real_models)) == first
-    monkeypatch.setattr(contents, "checking_process", process)
+    run_here(monkeypatch)
     description = json.loads((real_models / "policy/config.json").read_text())
     (real_models / "policy/config.json").write_text(json.dumps({**description, "num_hidden_layers": 3}))
     with pytest.raises(ModelError, match=r"^actor\.model .*'model\.layers\.2"):

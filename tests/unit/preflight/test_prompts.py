@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 
 from quartet.config.loading import parse_config
@@ -15,10 +16,10 @@ from quartet.config.root import Config
 from quartet.errors import ConfigError, DataError, ServiceFailed
 from quartet.preflight.checking_process import checking_process
 from quartet.preflight.prompts import check_prompts
+from tests.preflight_workers import run_here
 from tests.unit.preflight.files import check_inputs, config, lines
 
 
-@pytest.mark.usefixtures("real_processes")
 def test_invalid_prompts_are_refused(models: Path) -> None:
     (models / "prompts.jsonl").write_text("nonsense\n")
     with pytest.raises(DataError, match=r"prompts\.jsonl:1: not JSON"):
@@ -64,13 +65,17 @@ def test_messages_without_a_chat_template_are_refused(models: Path) -> None:
         check_inputs(with_validation(models, MESSAGES))
 
 
+def test_prompts_of_messages_are_counted(models: Path) -> None:
+    (models / "policy/chat_template.jinja").write_text(TEMPLATE)
+    assert f"data.validation {models}/validation.jsonl: 2 prompts, 1 of them messages" in check_inputs(
+        with_validation(models, MESSAGES)
+    )
+
+
 @pytest.mark.usefixtures("real_processes")
 def test_a_chat_template_that_refuses_a_line_is_reported_without_transformers(models: Path) -> None:
     (models / "policy/chat_template.jinja").write_text(TEMPLATE)
     before = set(sys.modules)
-    assert f"data.validation {models}/validation.jsonl: 2 prompts, 1 of them messages" in check_inputs(
-        with_validation(models, MESSAGES)
-    )
     refused = MESSAGES * 300 + '{"prompt": [{"role": "tool", "content": "a"}]}\n'
     tree = with_validation(models, refused).model_dump()
     tree["evaluation"]["max_prompts"] = 1000
@@ -118,10 +123,15 @@ def test_prompts_that_do_not_fit_a_model_of_the_hub_are_refused(models: Path, mo
     (repository / "snapshots").mkdir()
     snapshot = (models / "policy").rename(repository / "snapshots" / ("a" * 40))
     monkeypatch.setenv("HF_HUB_CACHE", str(models / "hub"))
+    monkeypatch.setenv("QUARTET_CACHE", str(models / "cache"))
     tree = config(models).model_dump()
     tree["actor"]["model"] = "owner/policy"
     tree["rollout"]["max_response_tokens"] = 6
     lines(check_prompts(parse_config(tree, "test"), print))
+    # The first process has read the tokenizer of the hub. The next ones would read the same.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(models / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    run_here(monkeypatch)
     description = json.loads((snapshot / "config.json").read_text())
     (snapshot / "config.json").write_text(json.dumps({**description, "max_position_embeddings": 6}))
     with pytest.raises(ConfigError, match=r"exceeds the 6 positions of \w+\.model owner/policy"):
