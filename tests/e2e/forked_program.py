@@ -21,6 +21,7 @@ import sys
 import tempfile
 import termios
 import threading
+import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -247,21 +248,45 @@ def _main(path: str, inherited: str) -> None:
         launcher.ForkServer = _StandbyForkServer  # type: ignore[misc]
         _Popen.scratch = request.scratch
         subprocess.Popen = _Popen  # type: ignore[misc]
-    if arguments[0] != sys.executable:
-        from quartet.cli.main import main
+    _end(_status(arguments, request.nested))
 
-        sys.argv = arguments
-        main()
-    elif "-m" in arguments[1:3]:
-        module = arguments.index("-m") + 1
-        sys.argv = arguments[module:]
-        if request.nested:
-            setproctitle.setproctitle(" ".join([sys.executable, *arguments[1:]]))
-        runpy.run_module(arguments[module], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = arguments[1:]
-        sys.path.insert(0, str(Path(arguments[1]).absolute().parent))
-        runpy.run_path(arguments[1], run_name="__main__")
+
+def _status(arguments: list[str], nested: bool) -> int:
+    """Run the program. Return its exit status."""
+    try:
+        if arguments[0] != sys.executable:
+            from quartet.cli.main import main
+
+            sys.argv = arguments
+            main()
+        elif "-m" in arguments[1:3]:
+            module = arguments.index("-m") + 1
+            sys.argv = arguments[module:]
+            if nested:
+                setproctitle.setproctitle(" ".join([sys.executable, *arguments[1:]]))
+            runpy.run_module(arguments[module], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments[1:]
+            sys.path.insert(0, str(Path(arguments[1]).absolute().parent))
+            runpy.run_path(arguments[1], run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _end(status: int) -> None:
+    """End as the interpreter does, but do not free the libraries: that would copy the memory which forks share."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
