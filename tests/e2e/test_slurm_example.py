@@ -22,6 +22,7 @@ import yaml
 from quartet.config.layout import service_roles
 from quartet.config.loading import FIRST_CONFIG_LINE, load_config
 from quartet.config.root import Config
+from tests.e2e.commands import Command
 from tests.waiting import LIMIT, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ SCRIPT = ROOT / "examples/slurm/quartet.sbatch"
 ONE_NODE = ROOT / "examples/slurm/one-node.sbatch"
 CONFIGS = ROOT / "configs/reviews"
 BASH = str(shutil.which("bash"))
-TOOLS = ("bash", "cat", "cp", "flock", "grep", "mkdir", "mv", "rm", "sed", "sort")
+TOOLS = ("bash", "cat", "cp", "flock", "grep", "mkdir", "mkfifo", "mv", "rm", "sed", "sort")
 STUBS = {
     # Each stub records its arguments in $CALLS, and a stub that keeps running also its process id.
     "scontrol": 'case $1 in show) printf "%s.cluster\\n" $3 ;; *) echo "$@" >>"$CALLS/scontrol" ;; esac',
@@ -42,12 +43,18 @@ STUBS = {
     "sleep": f"[[ $1 == 60 ]] || set -- 0.05; exec {shutil.which('sleep')} $1",
     # Only tests that read the certificates issue real ones.
     "quartet": f"${{CERTIFICATES:-false}} || exec mkdir $2; exec {Path(sys.executable).with_name('quartet')} $*",
-    "python": f"""
-        [[ $1 == - ]] && exec {sys.executable} "$@"
-        [[ $2 == quartet.gateway ]] && {{ echo $$ >>"$CALLS/pids"; exec bash -c "${{GATEWAY:-exec sleep 60}}"; }}
-        cp "${{@: -1}}" "$CALLS/partial" && mv "$CALLS/partial" "$CALLS/deployment.yaml"
+    "python": """
+        if [[ $1 == - ]]; then
+            cat >"$CALLS/plan.py" && mkfifo "$CALLS/planned.$$"
+            printf "%s\\n" "$CALLS/planned.$$" "$CALLS/plan.py" "${@:2}" >"$CALLS/partial"
+            mv "$CALLS/partial" "$CALLS/plan"
+            read -r status <"$CALLS/planned.$$"
+            cat "$CALLS/plan.out" && cat "$CALLS/plan.err" >&2 && exit "$status"
+        fi
+        [[ $2 == quartet.gateway ]] && { echo $$ >>"$CALLS/pids"; exec bash -c "${GATEWAY:-exec sleep 60}"; }
+        cp "${@: -1}" "$CALLS/partial" && mv "$CALLS/partial" "$CALLS/deployment.yaml"
         echo $$ >>"$CALLS/pids"
-        exec bash -c "${{ORCHESTRATOR:-exit 0}}"
+        exec bash -c "${ORCHESTRATOR:-exit 0}"
     """,
 }
 
@@ -88,7 +95,25 @@ class Job:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self._plan(self.process, environment)
         return self.process
+
+    def _plan(self, process: subprocess.Popen[str], environment: dict[str, str]) -> None:
+        """Run the program that the script gives to Python, in a fork, which has imported Quartet already."""
+        request = self.calls / "plan"
+        wait_until(lambda: request.exists() or process.poll() is not None)
+        if not request.exists():
+            return
+        reply, *program = request.read_text().splitlines()
+        request.unlink()
+        command = Command(sys.executable, *program, cwd=self.folder, environment={**self.environment, **environment})
+        try:
+            result = command.wait()
+        finally:
+            command.clean_up()
+        (self.calls / "plan.out").write_text(result.out)
+        (self.calls / "plan.err").write_text(result.err)
+        Path(reply).write_text(f"{result.code}\n")
 
     def run(self, config: Path | str, **environment: str) -> tuple[int, str]:
         """Run the script; return its exit status and its standard error."""
