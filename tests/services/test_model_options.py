@@ -25,11 +25,11 @@ from quartet.contract.trajectory import Prompt
 from quartet.contract.update import Experience, OptimizationSettings, PolicyLossSettings, ValueLossSettings
 from quartet.contract.weights import SaveKind
 from quartet.errors import ConfigError
-from quartet.models.training import compiled_layers
 from quartet.models.training.update_memory import trial_batch
 from quartet.services import roles, trainable_model
 from tests.services.model_services import Services, start_generation
 from tests.unit.models import tiny
+from tests.unit.models.training.test_compiled_layers import capture_only
 
 RUN = "options"
 SEQUENCES = 12
@@ -145,8 +145,7 @@ def test_a_compiled_service_compiles_at_its_start_and_not_in_updates(
         graphs.append(graph)
         return graph.forward
 
-    torch._dynamo.reset()
-    monkeypatch.setattr(compiled_layers, "COMPILER", {"backend": compile_nothing})
+    capture_only(compile_nothing, monkeypatch)
     client = services.start(Role.ACTOR, changed_config(actor={"compile": True}))
     compiled = len(graphs)
     assert compiled > 0

@@ -40,6 +40,14 @@ Graphs = list[torch.fx.GraphModule]
 Result = tuple[dict[str, float], list[torch.Tensor]]
 
 
+def capture_only(backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch capture layers and give them to ``backend`` instead of a compiler."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(module, "COMPILER", {"backend": backend})
+    # It flushes the caches of the processor at every capture, to log a time.
+    monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
+
+
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     """The captured parts of layers, in the order of their compilation. They are computed by torch, without a C++ compiler."""
@@ -49,8 +57,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
         compiled.append(graph)
         return graph.forward
 
-    torch._dynamo.reset()
-    monkeypatch.setattr(module, "COMPILER", {"backend": compile_nothing})
+    capture_only(compile_nothing, monkeypatch)
     return compiled
 
 
@@ -145,8 +152,7 @@ def test_a_layer_that_cannot_be_compiled_is_a_config_error(monkeypatch: pytest.M
     def refuse(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("No working C++ compiler\nmore")
 
-    torch._dynamo.reset()
-    monkeypatch.setattr(module, "COMPILER", {"backend": refuse})
+    capture_only(refuse, monkeypatch)
     model = tiny.causal("llama")
     message = r"^critic\.compile: torch.compile fails on cpu for .* LlamaForCausalLM: .*No working C\+\+ compiler; install a C"
     with pytest.raises(ConfigError, match=message), compiled_layers(model):
