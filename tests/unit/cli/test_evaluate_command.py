@@ -41,7 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data": {"prompts": str(result / "validation.jsonl"), "validation": str(result / "validation.jsonl")},
         "actor": {"model": str(result / "initial")},
         "reward": {"model": str(result / "reward")},
-        "rollout": {"max_response_tokens": 9},
+        # Few, because the trial of an engine has so many.
+        "rollout": {"max_response_tokens": 9, "max_concurrent_sequences": 8},
         "evaluation": {"max_prompts": 5},
     }
     RunFiles(result / "runs/a").write_config(yaml.safe_dump(tree))
