@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import subprocess
@@ -77,6 +78,7 @@ def with_first_token(token: int, index: int = 99) -> GenerationRequest:
 def create(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Create]:
     """Create engines with a version of the fake, or the real package."""
     engines = []
+    gc.freeze()  # The engine collects garbage whenever it shuts down, and need not search the objects of all tests.
 
     def start(version: str = NEW, longest: int = 64, **settings: Any) -> TensorRTLLMEngine:
         if version != REAL:
