@@ -14,7 +14,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from quartet.errors import ModelError
 from quartet.model_files.model_support import not_causal_reason, uncacheable_reason
-from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.loading import check_cacheable_config
 from tests.architectures import comparison, models
 from tests.every_case import every_case
@@ -53,14 +52,6 @@ def test_the_rule_refuses_every_model_type_whose_cache_has_other_layers() -> Non
             if uncacheable_reason(content) is None and not_causal_reason(content) is None:
                 missed.append(kind)
     assert missed == []
-
-
-def test_the_engine_refuses_a_loaded_model_with_the_same_reason() -> None:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
-    model = transformers.AutoModelForCausalLM.from_config(transformers.MambaConfig(**sizes))
-    with pytest.raises(ModelError, match=r"^MambaForCausalLM: its layers \(mamba\) keep other state .*pythia"):
-        TorchEngine(model, frozenset(), 1)
 
 
 def test_the_loader_refuses_a_model_without_weights_by_its_config(tmp_path: Path) -> None:

@@ -68,6 +68,29 @@ def config(kind: str, **changes: Any) -> Any:
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
         },
+        "qwen3_5_text": {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 48,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+        "lfm2": {
+            "layer_types": ["conv", "full_attention"],
+            "num_key_value_heads": 2,
+            "intermediate_size": 48,
+        },
+        "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "state_size": 8, "n_groups": 2},
+        "minimax": {
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_key_value_heads": 2,
+            "intermediate_size": 24,
+            "num_local_experts": 4,
+        },
     }[kind]
     return transformers.AutoConfig.for_model(kind, **{**common, **own, **changes})
 

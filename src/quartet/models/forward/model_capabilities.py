@@ -53,7 +53,11 @@ def backbone(model: Any) -> Any:
 
 def has_experts(model: nn.Module) -> bool:
     """Return whether the model is a mixture of experts, whose experts compute as many rows as a batch routes to them."""
-    return any("expert" in name or parameter.ndim == 3 for name, parameter in model.named_parameters())
+    return any(
+        "expert" in name or (parameter.ndim == 3 and not isinstance(module, nn.Conv1d))
+        for prefix, module in model.named_modules()
+        for name, parameter in module.named_parameters(prefix, recurse=False)
+    )
 
 
 def accepts_argument(model: nn.Module, argument: str) -> bool:

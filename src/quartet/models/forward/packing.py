@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import AttentionInterface
 
+from quartet.errors import ModelError
 from quartet.models.forward.gpu_attention import Runs, attend_to_runs, can_attend_to_runs, sdpa
 from quartet.models.forward.model_capabilities import (
     accepts_argument,
@@ -149,10 +150,14 @@ def hidden_states(backbone: Any, input_ids: torch.Tensor, packing: Packing | Non
 
 
 def supports_packing(model: Any) -> bool:
-    """Return whether a model or value model computes the same for packed and padded sequences. Each model is tried once."""
+    """Return whether a model or value model computes the same for packed and padded sequences. Each model is tried once.
+
+    Raises ModelError if it does not compute the same for padded sequences and for each one alone.
+    """
     base = backbone(model)
     if base not in _packing_checks:
-        _packing_checks[base] = _is_candidate(base) and _matches_padded(base)
+        padded = _padded_states(base)
+        _packing_checks[base] = _is_candidate(base) and _matches_packed(base, padded)
     return _packing_checks[base]
 
 
@@ -162,15 +167,37 @@ def _is_candidate(base: Any) -> bool:
     )
 
 
+# The first two sequences share a block and two tokens; the last is in another block.
+_TRIAL = ([0, 1, 2, 3, 4], [0, 1, 5, 6], [7, 8])
+
+
 @torch.no_grad()
-def _matches_padded(base: Any) -> bool:
+def _padded_states(base: Any) -> torch.Tensor:
+    """Return the hidden states of the trial's tokens, each once, [9, hidden], from a batch with pads on the right.
+
+    Raises ModelError if they differ from those of each sequence alone.
+    """
+    ids = torch.arange(9, device=device_of(base)) % vocabulary_size(base)
+    padded = hidden_states(base, torch.stack([ids[row + [0] * (5 - len(row))] for row in _TRIAL]))
+    alone = [hidden_states(base, ids[row][None])[0] for row in _TRIAL]
+    difference = max(
+        float((states[: len(expected)] - expected).abs().max() / expected.abs().max())
+        for states, expected in zip(padded, alone, strict=True)
+    )
+    # This also refuses a difference of NaN.
+    if not difference <= TOLERANCE[padded.dtype]:
+        raise ModelError(
+            f"{type(base).__name__}: the hidden states of a sequence differ by {difference:.2g} of the largest from those in a "
+            "batch with pads after it; give a model whose tokens attend to no later tokens"
+        )
+    return padded.flatten(0, 1)[[0, 1, 2, 3, 4, 7, 8, 10, 11]]
+
+
+@torch.no_grad()
+def _matches_packed(base: Any, expected: torch.Tensor) -> bool:
     device = device_of(base)
     ids = torch.arange(9, device=device) % vocabulary_size(base)
-    # The first two sequences share a block and two tokens; the last is in another block.
-    rows = [[0, 1, 2, 3, 4], [0, 1, 5, 6], [7, 8]]
-    packing = Packing.of([np.array(row) for row in rows], device)
-    padded = torch.stack([ids[row + [0] * (5 - len(row))] for row in rows])
-    expected = hidden_states(base, padded).flatten(0, 1)[[0, 1, 2, 3, 4, 7, 8, 10, 11]]
+    packing = Packing.of([np.array(row) for row in _TRIAL], device)
     try:
         result = hidden_states(base, ids[None], packing)[0]
     except (KeyError, TypeError, ValueError):

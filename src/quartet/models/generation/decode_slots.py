@@ -24,10 +24,11 @@ from quartet.models.forward.model_capabilities import (
 )
 from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.packing import logits_at_positions
-from quartet.models.generation.kv_cache import prefill_cache
+from quartet.models.generation.decode_cache import cache_argument, keeps_states, prefill_cache
 from quartet.models.generation.sampling import sample_tokens
 from quartet.models.generation.static_decoding import StaticDecoder, padded_rows
 from quartet.models.generation.trial import LogitDigests
+from quartet.models.generation.whole_decoding import WholeDecoder
 from quartet.models.generation.window_decoding import WindowDecoder
 
 DROP_FRACTION = 1 / 8
@@ -52,8 +53,12 @@ class DecodeSlots:
         static: StaticDecoder | None,
         stop_strings: StopStrings | None = None,
         turns: TurnSource | None = None,
+        cached: bool = True,
     ) -> None:
-        """``requests`` are queued, or only decide the sizes if the requests come from ``turns``."""
+        """``requests`` are queued, or only decide the sizes if the requests come from ``turns``.
+
+        ``cached``: the model decodes with a cache.
+        """
         self._model, self._sampling, self._seed, self._device = model, sampling, seed, device_of(model)
         self._stops = np.zeros(vocabulary_size(model), np.bool_)
         self._stops[[index for index in stop_ids if 0 <= index < len(self._stops)]] = True
@@ -72,10 +77,13 @@ class DecodeSlots:
         self._log_probs = np.zeros((slots, limit), np.float32)
 
         self._fixed_shapes = static is not None and not static.graphs
+        self._cached, self._unpadded = cached, cached and keeps_states(model)
         longest = max((len(request.prompt_ids) for request in requests), default=1)
         with torch.inference_mode():
-            self._decoder: WindowDecoder | StaticDecoder
-            if static:
+            self._decoder: WindowDecoder | StaticDecoder | WholeDecoder
+            if not cached:
+                self._decoder = WholeDecoder(model, slots, longest + limit)
+            elif static:
                 static.prepare(slots, longest + limit)
                 self._decoder = static
             elif turns is None:
@@ -170,8 +178,9 @@ class DecodeSlots:
         streams = np.stack([uniforms(self._seed, request.id, limit, request.turn) for request in requests])
         self._streams[slots] = torch.from_numpy(streams).to(self._device)
         self._draw_indices[slots] = 0
-        logits = self._prefill([np.asarray(request.prompt_ids, np.int32) for request in requests], first)
-        self._decoder.begin(slots, [len(request.prompt_ids) for request in requests])
+        prompts = [np.asarray(request.prompt_ids, np.int32) for request in requests]
+        logits = self._prefill(prompts, first)
+        self._decoder.begin(slots, prompts)
         return logits
 
     def _prefill(self, prompts: list[NDArray[np.int32]], first: int) -> torch.Tensor:
@@ -182,7 +191,7 @@ class DecodeSlots:
         result: torch.Tensor | None = None
         for group, columns in self._prefill_groups([len(prompt) for prompt in unique]):
             input_ids = right_pad([unique[index] for index in group], self._device, columns)
-            cache = prefill_cache()
+            cache = prefill_cache(self._model) if self._cached else None
             last = self._last_logits(input_ids, [len(unique[index]) for index in group], cache)
             group_rows = {index: row for row, index in enumerate(group)}
             rows = [row for row, index in enumerate(owner) if index in group_rows]
@@ -197,17 +206,20 @@ class DecodeSlots:
     def _prefill_groups(self, lengths: list[int]) -> Iterator[tuple[list[int], int]]:
         """Yield the indices of prompts that are computed together, and the columns that they are padded to.
 
-        For static decoding on a CPU the columns depend on the prompt only, because attention rounds in another way for other
-        numbers of columns.
+        A prompt is not padded if a layer keeps a state per sequence. For static decoding on a CPU the columns depend on the
+        prompt only, because attention rounds in another way for other numbers of columns.
         """
-        if not self._fixed_shapes:
+        if self._unpadded:
+            padded = lengths
+        elif not self._fixed_shapes:
             for group in micro_batches(lengths, PREFILL_TOKENS):
                 yield group, max(lengths[index] for index in group)
             return
-        limit = max_positions(self._model)
-        padded = [
-            _padded_columns(length) if limit is None else min(_padded_columns(length), limit) for length in lengths
-        ]
+        else:
+            limit = max_positions(self._model)
+            padded = [
+                _padded_columns(length) if limit is None else min(_padded_columns(length), limit) for length in lengths
+            ]
         for columns in sorted(set(padded), reverse=True):
             equal = [index for index, size in enumerate(padded) if size == columns]
             for group in micro_batches([columns] * len(equal), PREFILL_TOKENS):
@@ -225,7 +237,8 @@ class DecodeSlots:
             keep[np.flatnonzero(~keep)[: padded_rows(rows) - rows]] = True
         index = torch.from_numpy(keep.cumsum()[last] - 1).to(self._device)
         marked = torch.from_numpy(keep.reshape(rows, columns)).to(self._device)
-        return logits_at_positions(self._model, input_ids, marked, past_key_values=cache, use_cache=True)[index]
+        arguments = {} if cache is None else {cache_argument(self._model): cache}
+        return logits_at_positions(self._model, input_ids, marked, use_cache=cache is not None, **arguments)[index]
 
     def _drop(self) -> None:
         """Remove the finished rows from the batch if they are at least ``DROP_FRACTION`` of it."""

@@ -21,19 +21,18 @@ import structlog
 import torch
 from torch import nn
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache
 
+from quartet.contract.arrays import IntArray
 from quartet.model_files.memory import CACHE_COLUMNS, graph_columns
 from quartet.models.forward.model_capabilities import (
     accepts_argument,
-    attends_to_all,
     attention_implementation,
     device_of,
     vocabulary_size,
 )
 from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.packing import TOLERANCE
-from quartet.models.generation.kv_cache import BufferLayer, prefill_cache
+from quartet.models.generation.decode_cache import BatchCache, Step, attends, cache_argument, has_windows, prefill_cache
 from quartet.models.generation.recording import NotRecordable, record
 
 log = structlog.get_logger()
@@ -53,31 +52,6 @@ _capturing = threading.Lock()
 """Held during a capture, because all captures of a device use one stream."""
 
 
-class _Layer(BufferLayer):
-    """A layer that writes each row's new token at the position of that row."""
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, token_indices: tuple[Any, ...]) -> None:
-        super().__init__(keys, values)
-        self._token_indices = token_indices
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new token's keys and values [rows, heads, 1, head size] and return all columns."""
-        self.keys[self._token_indices] = key_states[:, :, 0]
-        self.values[self._token_indices] = value_states[:, :, 0]
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        return self.keys.shape[2] - 1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[2], 0
-
-    def get_max_length(self) -> int:
-        return self.keys.shape[2]
-
-
 class StaticDecoder:
     """Decoder with buffers that later generations reuse, and with replays of the steps over these buffers.
 
@@ -93,7 +67,8 @@ class StaticDecoder:
         self._checked = checked
         self._held = (0, 0)
         self._slots = 0
-        self._keys_values: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._cache_argument = cache_argument(model)
+        self._cache: BatchCache | None = None
         self._steps: dict[tuple[int, int], Callable[[], object]] = {}
         self._addresses: list[int] = []
 
@@ -118,14 +93,14 @@ class StaticDecoder:
             self._forget_steps()
             self._addresses = addresses
         # Required: attention multiplies hidden columns by 0, so a NaN of a previous generation would reach every row.
-        for buffer in (self._positions, *(buffer for pair in self._keys_values for buffer in pair)):
+        for buffer in (self._positions, *(self._cache.tensors if self._cache else ())):
             buffer.zero_()
         self._lengths = np.zeros(self._held[0], np.int64)
 
     def _allocate(self) -> None:
         rows, columns = self._held
         self._forget_steps()
-        self._keys_values = []
+        self._cache = None
         self._logits: torch.Tensor | None = None
         self._token_ids = torch.zeros((rows, 1), dtype=torch.int64, device=self._device)
         self._positions = torch.zeros((rows, 1), dtype=torch.int64, device=self._device)
@@ -144,36 +119,24 @@ class StaticDecoder:
         """Free the buffers before an update of the policy, unless they are small, or graphs replay over them and not
         ``everything`` is to be freed.
         """
-        held = sum(buffer.numel() * buffer.element_size() for pair in self._keys_values for buffer in pair)
+        held = sum(buffer.numel() * buffer.element_size() for buffer in (self._cache.tensors if self._cache else ()))
         if everything or (held > KEEP_BYTES and not self._graphs):
             self._held = (0, 0)
-            self._keys_values = []
-            self._logits = None
+            self._cache = self._logits = None
             self._forget_steps()
 
     def fill(self, rows: list[int], sources: list[int], lengths: list[int], prefilled: Any) -> None:
-        """Copy the ``lengths[i]`` tokens of row ``sources[i]`` of ``prefilled`` (right-padded) to row ``rows[i]``."""
-        if not self._keys_values:
-            shapes = [(layer, (self._held[0], layer.keys.shape[1], self._held[1])) for layer in prefilled.layers]
-            self._keys_values = [
-                (
-                    layer.keys.new_zeros(*shape, layer.keys.shape[3]),
-                    layer.values.new_zeros(*shape, layer.values.shape[3]),
-                )
-                for layer, shape in shapes
-            ]
-        target = torch.tensor(rows, device=self._device)
-        source = torch.tensor(sources, device=self._device)
-        columns = max(lengths)
-        for (keys, values), filled in zip(self._keys_values, prefilled.layers, strict=True):
-            # Copies the pads, too. They are masked until the row's tokens overwrite them.
-            keys[target, :, :columns] = filled.keys[source, :, :columns]
-            values[target, :, :columns] = filled.values[source, :, :columns]
+        """Copy the ``lengths[i]`` first tokens of row ``sources[i]`` of ``prefilled`` to row ``rows[i]``."""
+        if self._cache is None:
+            self._cache = BatchCache(prefilled, *self._held)
+        to, source = (torch.tensor(indices, device=self._device) for indices in (rows, sources))
+        # Copies the pads, too. They are masked until the row's tokens overwrite them.
+        self._cache.fill(to, source, slice(0, max(lengths)), prefilled)
 
-    def begin(self, slots: slice, lengths: list[int]) -> None:
-        """Register the prompts of these lengths that ``slots`` now hold."""
-        self._lengths[slots] = lengths
-        self._positions[slots] = torch.tensor(lengths, device=self._device)[:, None]
+    def begin(self, slots: slice, prompts: list[IntArray]) -> None:
+        """Register the prompts that ``slots`` now hold."""
+        self._lengths[slots] = [len(prompt) for prompt in prompts]
+        self._positions[slots] = torch.from_numpy(self._lengths[slots, None]).to(self._device)
 
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Decode one more token of each row, int64 [rows]. Return logits [rows, vocabulary], valid until the next call."""
@@ -198,8 +161,10 @@ class StaticDecoder:
         """Return the columns to read if ``columns`` are in use."""
         if self._graphs:
             return graph_columns(columns)
-        keys, values = self._keys_values[0]
-        columns = max(columns, -(-MIN_PRODUCT // min(keys.shape[3], values.shape[3])))
+        assert self._cache is not None
+        if not self._cache.head_size:
+            return min(COLUMNS_CPU, self._held[1])
+        columns = max(columns, -(-MIN_PRODUCT // self._cache.head_size))
         return min(-(-columns // COLUMNS_CPU) * COLUMNS_CPU, self._held[1])
 
     def rest(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> None:
@@ -211,10 +176,8 @@ class StaticDecoder:
         """Move rows ``movers`` int64 [moved] into ``holes`` [moved], then keep the first ``rows`` rows."""
         self._lengths[holes.cpu().numpy()] = self._lengths[movers.cpu().numpy()]
         if len(holes):
-            columns = int(self._lengths[:rows].max())
-            for buffer in (buffer for pair in self._keys_values for buffer in pair):
-                used = buffer[:, :, :columns]
-                used[holes] = used[movers]
+            assert self._cache is not None
+            self._cache.move_rows(holes, movers, slice(0, int(self._lengths[:rows].max())))
             self._positions[holes] = self._positions[movers]
         # A step may compute the other rows, too, so their positions must be inside the buffer.
         self._positions[rows:] = 0
@@ -231,31 +194,34 @@ class StaticDecoder:
         return self._steps[key]
 
     def _replayed(self, compute: Callable[[], None]) -> Callable[[], object]:
-        """Return a function that repeats ``compute``."""
+        """Return a function that repeats ``compute``. Leaves the cache as it is."""
+        assert self._cache is not None
+        # Computing a step again writes the same keys and values, but other states.
+        states = [state.clone() for state in self._cache.states]
         if self._graphs:
-            return _captured(compute, self._device, self._pool, self._checked)
-        if self._logits is None:
-            compute()  # Allocates the logits, which must exist before the recording.
-        return record(compute)
+            replay: Callable[[], object] = _captured(compute, self._device, self._pool, self._checked)
+        else:
+            if self._logits is None:
+                compute()  # Allocates the logits, which must exist before the recording.
+            replay = record(compute)
+        for state, before in zip(self._cache.states, states, strict=True):
+            state.copy_(before)
+        return replay
 
     @onednn_linear()
     def _compute(self, rows: int, columns: int) -> None:
-        """Compute a step for the first ``rows`` rows, used or not. Rows are independent. Repeating the step changes nothing."""
+        """Compute a step for the first ``rows`` rows, used or not. Rows are independent."""
         positions = self._positions[:rows]
         mask = torch.where(self._columns[:columns] <= positions, self._shown, self._hidden)[:, None, None]
-        token_indices = self._rows[:rows], slice(None), positions[:, 0]
-        layers: Any = [
-            _Layer(keys[:rows, :, :columns], values[:rows, :, :columns], token_indices)
-            for keys, values in self._keys_values
-        ]
-        with attention_implementation(self._model, None if self._graphs else ATTENTION_NAME):
-            logits = self._model(
-                input_ids=self._token_ids[:rows],
-                position_ids=positions,
-                attention_mask=mask,
-                past_key_values=Cache(layers=layers),
-                use_cache=True,
-            ).logits[:, -1]
+        assert self._cache is not None
+        attends = bool(self._cache.head_size)
+        arguments: dict[str, Any] = {"attention_mask": mask} if attends else {}
+        if accepts_argument(self._model, "position_ids"):
+            arguments["position_ids"] = positions
+        step = Step(rows, slice(columns), (self._rows[:rows], positions[:, 0]))
+        arguments[self._cache_argument] = self._cache.for_step(step)
+        with attention_implementation(self._model, ATTENTION_NAME if attends and not self._graphs else None):
+            logits = self._model(input_ids=self._token_ids[:rows], use_cache=True, **arguments).logits[:, -1]
         if self._logits is None:
             self._logits = logits.new_zeros(self._held[0], logits.shape[1])
         # One buffer for all graphs; otherwise each graph would keep separate logits.
@@ -382,7 +348,8 @@ def unsupported_reason(model: Any, graphs: bool) -> str | None:
 
     Raises OutOfMemoryError if the trial does: the results of a run must not depend on the free memory.
     """
-    if not (attends_to_all(model) and accepts_argument(model, "position_ids") and _implementation(model) == "sdpa"):
+    supported = accepts_argument(model, "position_ids") and _implementation(model) == "sdpa"
+    if attends(model) and (has_windows(model) or not supported):
         return "attention with a window, positions from the padding mask, or an attention other than sdpa"
     try:
         difference = _difference(model, StaticDecoder(model, graphs, checked=True))
@@ -413,10 +380,11 @@ def _trial_logits(model: Any, decoder: StaticDecoder) -> torch.Tensor:
     lengths, tokens = TRIAL
     ids, rows = _trial_ids(model), list(range(len(lengths)))
     decoder.prepare(len(rows), ids.shape[1])
-    prefilled = prefill_cache()
-    model(input_ids=ids[:, : max(lengths)], past_key_values=prefilled, use_cache=True)
-    decoder.fill(rows, rows, list(lengths), prefilled)
-    decoder.begin(slice(0, len(rows)), list(lengths))
+    for row, length in enumerate(lengths):
+        prefilled = prefill_cache(model)
+        model(input_ids=ids[row : row + 1, :length], use_cache=True, **{cache_argument(model): prefilled})
+        decoder.fill([row], [0], [length], prefilled)
+    decoder.begin(slice(0, len(rows)), [ids[row, :length].cpu().numpy() for row, length in enumerate(lengths)])
     inputs = [
         torch.stack([ids[row, length + offset] for row, length in enumerate(lengths)]) for offset in range(tokens)
     ]

@@ -23,13 +23,12 @@ from quartet.engines.request_checks import check_requests, check_response
 from quartet.engines.stop_strings import StopStringCache
 from quartet.errors import Cancelled, InvalidRequest, MismatchError, ModelError
 from quartet.models.forward.model_capabilities import (
-    accepts_argument,
     device_of,
     max_positions,
     vocabulary_size,
 )
+from quartet.models.generation import decode_cache
 from quartet.models.generation.decode_slots import DecodeSlots
-from quartet.models.generation.kv_cache import check_cacheable
 from quartet.models.generation.static_decoding import StaticDecoder, is_recordable, unsupported_reason
 from quartet.models.generation.torch_properties import DETACHED, SHARED
 from quartet.models.generation.trial import LogitDigests, trial_requests, trial_result, untried_reason
@@ -64,7 +63,8 @@ class TorchEngine:
     ``static``: decode in buffers that are allocated once, if the model supports it, with CUDA graphs on a GPU.
     ``decode`` is needed for stop strings. ``merged``: an adapter on ``model`` whose layers are decoded as one matmul instead of
     three. In half precision, merged weights are rounded, so the engine samples from a slightly different distribution than the
-    one that is trained. Not thread-safe. Raises ModelError for a model whose state is more than keys and values.
+    one that is trained. A model whose cache does not fit sequences of different lengths decodes without it, with a forward pass
+    over whole sequences for every token. Not thread-safe. Raises ModelError if a trial shows that the model fits neither way.
     """
 
     kind = SHARED
@@ -86,9 +86,6 @@ class TorchEngine:
             model = self._merged.model
         if max_concurrent_sequences < 1:
             raise InvalidRequest(f"max_concurrent_sequences {max_concurrent_sequences}: expected at least 1")
-        check_cacheable(model)
-        if not accepts_argument(model, "past_key_values"):
-            raise ModelError(f"{type(model).__name__}: expected a causal language model with a key-value cache")
         self._model = model
         self._served = served_model(model, stop_ids)
         self._stop_strings = StopStringCache(decode, vocabulary_size(model))
@@ -97,10 +94,9 @@ class TorchEngine:
         self._static: StaticDecoder | None = None
         # The capture of CUDA graphs needs memory that the engine may never use, so it is tried at the first generation.
         self._static_untried, self._not_static = static, "" if static else "static decoding is off"
-        if not self._graphs:
-            self._try_static()
         self._generations = 0
-        self._check_decoding()
+        self._uncached = decode_cache.unsupported_reason(model)
+        self._try_decoding()
         self._declared = self._declare()
         # The trial's buffers may be larger than those of any generation.
         self._free(everything=not self._graphs)
@@ -171,7 +167,9 @@ class TorchEngine:
         self._merge()
         static = None if self._graphs else self._static
         options = 1, static, self._stop_strings.of(sampling)
-        slots = DecodeSlots(self._model, self._served.stop_ids, requests, sampling, seed, *options)
+        slots = DecodeSlots(
+            self._model, self._served.stop_ids, requests, sampling, seed, *options, cached=not self._uncached
+        )
         self._generations += 1
         number = self._generations
         while slots.active:
@@ -191,7 +189,7 @@ class TorchEngine:
         self._merge()
         self._try_static()
         options = self._max_concurrent, self._static, self._stop_strings.of(sampling), turns
-        slots = DecodeSlots(self._model, stop_ids, requests, sampling, seed, *options)
+        slots = DecodeSlots(self._model, stop_ids, requests, sampling, seed, *options, cached=not self._uncached)
         self._generations += 1
         number = self._generations
         while slots.active:
@@ -212,16 +210,35 @@ class TorchEngine:
         if static and number != self._generations:
             raise Cancelled("generation was cancelled: a later generation uses its cache")
 
+    def _try_decoding(self) -> None:
+        """Choose decoding with a cache if a trial succeeds, or without. Raises ModelError if both differ from whole sequences."""
+        if not self._uncached:
+            try:
+                if not self._graphs:
+                    self._try_static()
+                self._uncached = self._difference()
+            except torch.OutOfMemoryError:
+                raise
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+                self._uncached = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            if not self._uncached:
+                return
+        log.warning("decodes without a cache", model=type(self._model).__name__, reason=self._uncached)
+        self._static, self._static_untried, self._not_static = None, False, f"no cache: {self._uncached}"
+        if (reason := self._difference()) is not None:
+            raise ModelError(f"{type(self._model).__name__}: {reason}; give another model")
+
     @torch.inference_mode()
-    def _check_decoding(self) -> None:
-        """Raise ModelError if a trial with prompts of different lengths differs from forward passes over each whole sequence.
+    def _difference(self) -> str | None:
+        """Return how a trial with prompts of different lengths differs from forward passes over each whole sequence, or None.
 
         A model that ignores padding or positions would generate from another distribution than the one that is trained.
         """
         requests = trial_requests(self._model, TRIAL_LENGTHS)
         sampling = SamplingParameters(TRIAL_TOKENS, temperature=0.0)
         tolerance = TRIAL_TOLERANCE[self._model.get_input_embeddings().weight.dtype]
-        slots = DecodeSlots(self._model, frozenset(), requests, sampling, 0, len(requests), self._static)
+        options = len(requests), self._static
+        slots = DecodeSlots(self._model, frozenset(), requests, sampling, 0, *options, cached=not self._uncached)
         while slots.active:
             for response in slots.step():
                 sequence = np.concatenate([response.request.prompt_ids, response.token_ids]).astype(np.int64)
@@ -230,11 +247,13 @@ class TorchEngine:
                 expected = logits.log_softmax(-1).gather(1, input_ids[0, -TRIAL_TOKENS:, None])[:, 0].cpu().numpy()
                 # The median, because in half precision a token may get other experts.
                 difference = float(np.median(np.abs(expected - response.log_probs)))
-                if difference > tolerance:
-                    raise ModelError(
-                        f"{type(self._model).__name__}: generation with a key-value cache and prompts of different lengths "
-                        f"differs from a forward pass over the whole sequence by {difference:.2g} nats; give another model"
+                # This also refuses a difference of NaN.
+                if not difference <= tolerance:
+                    return (
+                        "generation with prompts of different lengths differs from a forward pass over the whole sequence by "
+                        f"{difference:.2g} nats, {tolerance:g} are allowed"
                     )
+        return None
 
     def _is_batch_invariant(self) -> bool:
         """Return whether requests get the same bits by themselves, in batches, and after waiting for a slot."""
@@ -260,7 +279,9 @@ class TorchEngine:
     def _trial_bits(self, requests: list[GenerationRequest], slots: int) -> dict[TrajectoryId, bytes]:
         """Return a digest of all logits of each of a few short responses."""
         sampling = SamplingParameters(INVARIANCE_TOKENS)
-        state = DecodeSlots(self._model, frozenset(), requests, sampling, 0, slots, self._static)
+        state = DecodeSlots(
+            self._model, frozenset(), requests, sampling, 0, slots, self._static, cached=not self._uncached
+        )
         recorder = state.on_logits = LogitDigests()
         while state.active:
             state.step()

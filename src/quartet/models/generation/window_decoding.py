@@ -1,4 +1,4 @@
-"""Decoding without static buffers: each step reads only the rows and columns of the key-value cache that are in use."""
+"""Decoding without static buffers: each step reads only the rows and columns of the cache that are in use."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quartet.contract.arrays import IntArray
 from quartet.models.forward.model_capabilities import accepts_argument, attends_to_all, device_of
 from quartet.models.forward.onednn_linear import onednn_linear
-from quartet.models.generation.kv_cache import DecodeCache
+from quartet.models.generation.decode_cache import BatchCache, Step, cache_argument
 
 
 class WindowDecoder:
@@ -22,42 +23,65 @@ class WindowDecoder:
     def __init__(self, model: Any, slots: int, longest: int, limit: int, refilled: bool) -> None:
         """``longest``: tokens of a prompt; ``limit``: tokens of a response; ``refilled``: finished rows are replaced."""
         self._model, device = model, device_of(model)
+        self._cache_argument = cache_argument(model)
         columns = longest + limit
         if refilled:
             # Spare columns, so that the cache does not have to move to the left at every token.
             columns += max(columns // 4, 1)
         # Rounded up, because fast attention kernels on GPUs need mask rows that start at multiples of 16 bytes.
-        self._cache = DecodeCache(slots, longest, -(-columns // 8) * 8)
-        self._padding = _Padding(model, slots, self._cache.capacity, device)
+        self._slots, self._capacity = slots, -(-columns // 8) * 8
+        # Columns [start, end) of the cache are in use. Prompts end at ``min_end``, so none may be longer.
+        self._start = self._end = self._min_end = longest
+        self._cache: BatchCache | None = None
+        self._padding = _Padding(model, slots, self._capacity, device)
         # Position of the next token of each row.
         self._positions = torch.zeros((slots, 1), dtype=torch.int64, device=device)
 
     def fill(self, rows: list[int], sources: list[int], lengths: list[int], prefilled: Any) -> None:
-        """Copy prompts into the cache, see ``DecodeCache.fill``."""
-        self._cache.fill(rows, sources, lengths, prefilled)
+        """Copy prompts, and align their ends with the rows in use.
 
-    def begin(self, slots: slice, lengths: list[int]) -> None:
-        """Register the prompts of these lengths that ``slots`` now hold. They are the last slots in use."""
-        counts = torch.tensor(lengths, device=self._positions.device)[:, None]
+        Row ``rows[i]`` becomes the ``lengths[i]`` first tokens of row ``sources[i]`` of ``prefilled``. The columns before them
+        hold arbitrary finite values, which attention multiplies by 0.
+        """
+        if self._cache is None:
+            self._cache = BatchCache(prefilled, self._slots, self._capacity)
+        columns, device = max(lengths), self._positions.device
+        to, source = torch.tensor(rows, device=device), torch.tensor(sources, device=device)
+        column = torch.arange(columns, device=device) - (columns - torch.tensor(lengths, device=device)[:, None])
+        self._cache.fill(to, source, slice(self._end - columns, self._end), prefilled, column.clamp(min=0))
+        self._start = min(self._start, self._end - columns)
+
+    def begin(self, slots: slice, prompts: list[IntArray]) -> None:
+        """Register the prompts that ``slots`` now hold. They are the last slots in use."""
+        counts = torch.tensor([len(prompt) for prompt in prompts], device=self._positions.device)[:, None]
         self._positions[slots] = counts
-        self._cache.rows = slots.stop
-        self._padding.begin(slots, self._cache.end - counts)
+        self._padding.begin(slots, self._end - counts)
 
     @onednn_linear()
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Decode one more token of each row, int64 [rows]. Return the next logits [rows, vocabulary]."""
+        assert self._cache is not None
         rows = len(token_ids)
-        if self._cache.full:
-            self._padding.move(self._cache.move_left())
-        arguments = self._padding.arguments(rows, self._cache.start, self._cache.end + 1)
+        if self._end == self._capacity:
+            self._move_left(rows)
+        columns = slice(self._start, self._end + 1)
+        arguments = self._padding.arguments(rows, columns.start, columns.stop)
         if accepts_argument(self._model, "position_ids"):
             arguments["position_ids"] = self._positions[:rows]
-        logits: torch.Tensor = self._model(
-            input_ids=token_ids[:, None], past_key_values=self._cache.layers, use_cache=True, **arguments
-        ).logits
-        self._cache.advance()
+        arguments[self._cache_argument] = self._cache.for_step(Step(rows, columns))
+        logits: torch.Tensor = self._model(input_ids=token_ids[:, None], use_cache=True, **arguments).logits
+        self._end += 1
         self._positions += 1
         return logits[:, -1]
+
+    def _move_left(self, rows: int) -> None:
+        """Move the columns in use to the left, as far as the longest prompt permits."""
+        assert self._cache is not None
+        left = min(self._start, self._end - self._min_end)
+        self._cache.move_columns(rows, slice(self._start, self._end), left)
+        self._start -= left
+        self._end -= left
+        self._padding.move(left)
 
     def rest(self, rows: NDArray[np.int64]) -> None:
         """Reset finished rows to position 0. Their results are ignored until they are removed."""
@@ -65,9 +89,11 @@ class WindowDecoder:
 
     def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor) -> None:
         """Move rows ``movers`` into ``holes``, then keep the first ``rows`` rows."""
+        assert self._cache is not None
         self._positions[holes] = self._positions[movers]
         start = self._padding.keep(rows, holes, movers)
-        self._cache.keep(rows, holes, movers, self._cache.end if start is None else start)
+        self._start = self._end if start is None else start
+        self._cache.move_rows(holes, movers, slice(self._start, self._end))
 
 
 class _Padding:
@@ -107,7 +133,7 @@ class _Padding:
         begins = torch.from_numpy(self._begins[:, None]).to(self._columns.device)
         self._mask.copy_(torch.where(self._columns >= begins, self._shown, self._hidden))
 
-    def arguments(self, rows: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+    def arguments(self, rows: int, start: int, stop: int) -> dict[str, Any]:
         """Return the model's mask argument for columns [start, stop), or no argument if no row has padding there."""
         if int(self._begins[: self._rows].max()) <= start:
             return {}

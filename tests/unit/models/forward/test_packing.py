@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quartet.contract.trajectory import TokenBatch
+from quartet.errors import ModelError
 from quartet.models.forward import packing as packing_module
 from quartet.models.forward.batching import build_micro_batch, iter_micro_batches, micro_batches
 from quartet.models.forward.log_probs import forward_log_probs
@@ -155,3 +156,15 @@ def test_samples_of_a_prompt_share_a_micro_batch_if_they_fit() -> None:
     assert micro_batches(lengths, 12, packed=True, prompts=prompts) == [[0, 1], [2, 3], [4, 5]]
     assert micro_batches(lengths, 12, packed=True) == [[0], [2], [4, 1, 3], [5]]
     assert micro_batches(lengths, 20, packed=True, prompts=prompts) == [[0, 2, 1], [4, 3, 5]]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "mamba2", "minimax"])
+def test_models_that_keep_states_are_padded(kind: str) -> None:
+    assert not supports_packing(tiny.causal(kind))
+
+
+def test_a_model_that_attends_to_later_tokens_is_refused() -> None:
+    with pytest.raises(
+        ModelError, match=r"^BertModel: the hidden states of a sequence differ by .* pads after it; give"
+    ):
+        supports_packing(tiny.causal("bert"))

@@ -15,7 +15,7 @@ from quartet.contract.generation import SamplingParameters
 from quartet.contract.trajectory import Trajectory
 from quartet.errors import Cancelled, ComputationFailed
 from quartet.model_files.memory import CACHE_COLUMNS
-from quartet.models.generation import static_decoding
+from quartet.models.generation import decode_cache, static_decoding
 from quartet.models.generation.static_decoding import StaticDecoder, unsupported_reason
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.lora import add_adapter
@@ -116,7 +116,7 @@ def test_an_unsupported_model_uses_ordinary_decoding_and_is_logged_once(kind: st
 
 
 def test_a_model_with_different_logits_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_decoding._Layer, "update", lambda self, keys, values, *_, **__: (self.keys, self.values))
+    monkeypatch.setattr(decode_cache._TokenLayer, "update", lambda self, *_, **__: (self.keys, self.values))
     reason = unsupported_reason(tiny.causal("llama"), graphs=False)
     assert reason is not None
     assert reason.startswith("logits differ by")
@@ -151,11 +151,11 @@ def test_other_rows_in_the_batch_do_not_change_the_bits_of_a_row() -> None:
 
     @torch.inference_mode()
     def first_row(other: list[int], finished: bool) -> torch.Tensor:
-        decoder, prefilled = StaticDecoder(model, False), static_decoding.prefill_cache()
+        decoder, prefilled = StaticDecoder(model, False), decode_cache.prefill_cache(model)
         decoder.prepare(2, 20)
         model(input_ids=torch.tensor([[5, 6, 7, 8], other]), past_key_values=prefilled, use_cache=True)
         decoder.fill([0, 1], [0, 1], [3, 4], prefilled)
-        decoder.begin(slice(0, 2), [3, 4])
+        decoder.begin(slice(0, 2), [np.arange(3), np.arange(4)])
         if finished:
             decoder.rest(np.array([1]))
         return torch.stack([decoder.logits(torch.tensor([token, other[0]]))[0].clone() for token in (8, 3, 4)])
@@ -168,12 +168,13 @@ def test_other_rows_in_the_batch_do_not_change_the_bits_of_a_row() -> None:
 @pytest.mark.parametrize("removed", [True, False])
 @torch.inference_mode()
 def test_finished_rows_never_exceed_the_buffer(removed: bool) -> None:
-    model, prefilled = tiny.causal("llama", max_position_embeddings=256), static_decoding.prefill_cache()
+    model = tiny.causal("llama", max_position_embeddings=256)
+    prefilled = decode_cache.prefill_cache(model)
     decoder = StaticDecoder(model, False, recorded=True)
     decoder.prepare(4, CACHE_COLUMNS + 4)
     model(input_ids=torch.full((4, CACHE_COLUMNS + 2), 5), past_key_values=prefilled, use_cache=True)
     decoder.fill([0, 1, 2, 3], [0, 1, 2, 3], [3, 3, 3, CACHE_COLUMNS + 2], prefilled)
-    decoder.begin(slice(0, 4), [3, 3, 3, CACHE_COLUMNS + 2])
+    decoder.begin(slice(0, 4), [np.arange(length) for length in (3, 3, 3, CACHE_COLUMNS + 2)])
     if removed:
         decoder.keep(3, torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64))
     rows = 3 if removed else 4
@@ -188,10 +189,11 @@ def test_the_cache_fits_the_largest_generation_and_is_reused() -> None:
     engine = static(tiny.causal("llama", max_position_embeddings=256), slots=6)
     tiny.generated(engine, tiny.requests(20, lengths=(60, 61)), max_response_tokens=10)
     assert engine._static is not None
-    keys, _ = engine._static._keys_values[0]
-    assert (keys.shape[0], keys.shape[2]) == (8, 2 * CACHE_COLUMNS)
+    cache = engine._static._cache
+    assert cache is not None
+    assert (cache.tensors[0].shape[0], cache.tensors[0].shape[2]) == (8, 2 * CACHE_COLUMNS)
     tiny.generated(engine, tiny.requests(4))
-    assert engine._static._keys_values[0][0] is keys
+    assert engine._static._cache is cache
     engine.close()
     assert engine._static is None
 

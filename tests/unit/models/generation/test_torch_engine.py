@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import torch
 
 from quartet.contract.generation import GenerationRequest, SamplingParameters
@@ -19,8 +20,9 @@ from quartet.models.generation.torch_engine import TorchEngine
 from tests.unit.models import tiny
 
 STOPS = frozenset({tiny.EOS, 7, 9})
-# Also a model with a sliding window shorter than the texts, and one that derives positions from the padding mask.
-DECODERS = (*tiny.KINDS, "mistral", "bloom")
+# Also a model with a sliding window shorter than the texts, one that derives positions from the padding mask, models that keep
+# states, and one with a cache of its own.
+DECODERS = (*tiny.KINDS, "mistral", "bloom", "qwen3_5_text", "lfm2", "mamba2", "minimax")
 
 
 def plain(model: Any, request: GenerationRequest, limit: int, temperature: float, seed: int) -> list[int]:
@@ -265,7 +267,7 @@ def test_a_sequence_may_fill_every_position() -> None:
     assert len(result[0].response_ids) == 5
 
 
-def test_a_model_that_ignores_padding_is_refused() -> None:
+def test_a_model_that_ignores_padding_decodes_without_a_cache() -> None:
     model = tiny.causal("gpt2")
     TorchEngine(model, STOPS, 4)
     forward = model.transformer.forward
@@ -274,7 +276,19 @@ def test_a_model_that_ignores_padding_is_refused() -> None:
         return forward(*arguments, **others)
 
     model.transformer.forward = ignores
-    with pytest.raises(ModelError, match=r"GPT2LMHeadModel: generation .* differs from a forward pass over the whole"):
+    with structlog.testing.capture_logs() as logs:
+        engine = TorchEngine(model, STOPS, 4)
+    reasons = [entry["reason"] for entry in logs if entry["event"] == "decodes without a cache"]
+    assert len(reasons) == 1
+    assert "differs from a forward pass over the whole sequence by" in reasons[0]
+    requests = tiny.requests(9)
+    result = tiny.generated(engine, requests, seed=4)
+    assert [item.response_ids.tolist() for item in result] == [plain(model, request, 12, 1, 4) for request in requests]
+
+
+def test_a_model_that_attends_to_later_tokens_is_refused() -> None:
+    model = tiny.causal("bert", initializer_range=0.5)
+    with pytest.raises(ModelError, match=r"BertLMHeadModel: generation .* differs from a forward pass over the whole"):
         TorchEngine(model, STOPS, 4)
 
 
