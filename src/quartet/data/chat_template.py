@@ -68,8 +68,8 @@ class TemplateInputs:
 
     @property
     def key(self) -> str:
-        """Equal for inputs with which every template writes the same."""
-        return json.dumps([self.tools or None, self.documents or None, self.chat_template_kwargs or {}], sort_keys=True)
+        """Equal only for inputs with which every template writes the same, which may depend on the order of an object's keys."""
+        return json.dumps([self.tools or None, self.documents or None, self.chat_template_kwargs or {}])
 
 
 NO_INPUTS = TemplateInputs()

@@ -267,12 +267,17 @@ def check_settings(before: dict[str, Any], now: dict[str, Any], root: Path) -> N
                     f"--resume: {key} is {now[key]!r}, the run in {root} had none: evaluations are compared with one before the "
                     "first step; leave it at 0, or start a new run"
                 )
-        elif before.get(key) != now.get(key):
+        # As JSON, because for a chat template or an environment 0 is not false, although they are equal.
+        elif _as_json(before.get(key)) != _as_json(now.get(key)):
             raise ConfigError(
                 f"--resume: {key} is {now.get(key)!r}, the run in {root} had {before.get(key)!r}; "
                 f"give the run's own config ({root}/config.yaml), or train from one of its checkpoints with the new value: "
                 f"quartet fork {quote(str(root))} STEP --name NAME --set {quote(f'{key}={_as_text(now.get(key))}')}"
             )
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
 def _as_text(value: Any) -> str:

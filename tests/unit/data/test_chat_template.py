@@ -199,6 +199,7 @@ def test_a_run_records_them_and_resumes_with_the_same_only() -> None:
     for other in (
         {"tools": [WEATHER], "chat_template_kwargs": QUIET},
         {"tools": [CLOCK], "chat_template_kwargs": {"enable_thinking": True}},
+        {"tools": [CLOCK], "chat_template_kwargs": {"enable_thinking": 0}},
         {"tools": [CLOCK]},
         {"tools": [CLOCK], "chat_template_kwargs": QUIET, "documents": [{"title": "a"}]},
     ):
@@ -219,7 +220,10 @@ def test_other_values_of_the_config_miss_the_cache(tmp_path: Path) -> None:
         [settings] = PromptSettings.for_training(config_of(tree))
         return cache_key(settings, settings.path, FileDigest.of(settings.path))
 
-    keys = [key(), key(tools=[CLOCK]), key(documents=[{"title": "a"}]), key(chat_template_kwargs=QUIET)]
+    # A template may write an object, whose keys have an order.
+    turned = dict(reversed(CLOCK.items()))
+    keys = [key(), key(tools=[CLOCK]), key(tools=[turned]), key(documents=[{"title": "a"}])]
+    keys += [key(chat_template_kwargs=each) for each in (QUIET, {"enable_thinking": 0})]
     assert None not in keys
     assert len(set(keys)) == len(keys)
     assert key() == key(tools=[]) == keys[0]
