@@ -53,8 +53,9 @@ class DataConfig(Section):
     """Documents that the chat template gets, as a list of objects such as {title: ..., text: ...}. The column `documents` of a
     row replaces them."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further variables of the chat template, such as {enable_thinking: false}. The column `chat_template_kwargs` of a row
-    replaces them, variable by variable."""
+    """At most 64 further variables of the chat template, such as {enable_thinking: false}. Prompts, turns of environments,
+    evaluations and `quartet generate` use them. The column `chat_template_kwargs` of a row replaces them, variable by
+    variable."""
 
     @property
     def has_validation(self) -> bool:

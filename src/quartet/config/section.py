@@ -26,7 +26,7 @@ MAX_PAUSE = 30.0
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 MAX_PARAMETER_NAME = 64
-"""Maximum characters of the name of a parameter of a policy loss or estimator."""
+"""Maximum characters of the name of a parameter of a policy loss or estimator, or of a variable of a chat template."""
 ParameterName = Annotated[str, Field(min_length=1, max_length=MAX_PARAMETER_NAME)]
 
 

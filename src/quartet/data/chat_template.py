@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,8 @@ Ending = Literal["generation prompt", "open message", "nothing"]
 """End of a chat: a generation prompt, which opens the response; the last message without its end; or no addition."""
 _MARK = "QUARTET-CONTENT"
 """Text that marks the content of a message in a rendered chat."""
+_GENERATION = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")
+"""Tags of transformers around the turns of the assistant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,10 @@ class ChatTemplate:
         """
         return self._write([self._readable(message) for message in messages], ending, inputs)
 
+    def reads(self, variable: str) -> bool:
+        """Return whether the template reads a variable. True for a template that is not in Jinja."""
+        return self._variables is None or variable in self._variables
+
     def _write(self, messages: list[Message], ending: Ending, inputs: TemplateInputs) -> str:
         text: str = self._tokenizer.apply_chat_template(
             messages,
@@ -140,6 +147,21 @@ class ChatTemplate:
                 raise ValueError(problem)
             content = content if reads_parts else "\n".join(part["text"] for part in content)
         return {**message, "content": content}
+
+    @cached_property
+    def _variables(self) -> frozenset[str] | None:
+        """Variables that the template reads, or any of a tokenizer that has several. None if they are not known."""
+        from jinja2 import Environment, TemplateError, meta
+
+        own: Any = getattr(self._tokenizer, "chat_template", None) if self._template is None else self._template
+        # transformers adds these tags to the language. They read nothing.
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
+        try:
+            texts = [_GENERATION.sub("", text) for text in (own.values() if isinstance(own, dict) else [own])]
+            parsed = [meta.find_undeclared_variables(environment.parse(text)) for text in texts]
+        except (TemplateError, TypeError, RecursionError):
+            return None
+        return frozenset[str]().union(*parsed)
 
     @cached_property
     def _reads(self) -> tuple[bool, bool]:

@@ -35,7 +35,7 @@ from quartet.model_files.tokenizer_check import tokenizer_location
 
 MAX_CACHE_BYTES = 4 * 1024**3
 """Maximum size of the cache. The files that were not used for the longest time are deleted first."""
-FORMAT = 3
+FORMAT = 4
 """Version of the encoding and of the cache's files. Raise it if either changes."""
 PROGRESS_SECONDS = 2.0
 """Seconds between two lines of progress."""

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet.config.template_inputs import TEMPLATE_KEYS
 from quartet.contract.arrays import IntArray
 from quartet.contract.trajectory import Prompt
 from quartet.data.chat_template import ChatTemplate, Ending, Message, TemplateInputs
@@ -23,8 +22,10 @@ ENCODE_LINES = 1024
 
 _TEXT, _CHAT, _IDS, _ENDED, _BEGUN_TWICE = 1, 2, 4, 8, 16
 """Flags of an encoded prompt: its kind, whether it ended with a stop token, whether it begins with two BOS tokens."""
-_FEATURES = ("generation prompt", *TEMPLATE_KEYS)
+_FEATURES = ("generation prompt", "tools", "documents")
 """Features that a chat template may ignore."""
+MAX_SHOWN_VARIABLES = 8
+"""Maximum number of unread variables that a note names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +33,16 @@ class PromptEncoder:
     """Functions that turn prompts into token ids.
 
     ``texts`` tokenizes texts, and ``chats`` tokenizes what ``render`` returns: the messages of one prompt, written out by the
-    tokenizer's chat template. ``render`` is None without a template. ``bos_id`` is the token that the tokenizer may add at the
-    start of a text, ``adds_bos`` whether it does. ``model`` is the model of the tokenizer.
+    tokenizer's chat template. ``render`` is None without a template. ``reads`` tells whether the template reads a variable.
+    ``bos_id`` is the token that the tokenizer may add at the start of a text, ``adds_bos`` whether it does. ``model`` is the
+    model of the tokenizer.
     """
 
     model: str
     texts: Callable[[list[str]], list[list[int]]]
     render: Callable[[list[Message], Ending, TemplateInputs], str] | None = None
     chats: Callable[[list[str]], list[list[int]]] = lambda _: []
+    reads: Callable[[str], bool] = lambda _: True
     bos_id: int | None = None
     adds_bos: bool = False
 
@@ -59,9 +62,10 @@ class PromptEncoder:
 
         bos_id = getattr(tokenizer, "bos_token_id", None)
         has_template = bool(getattr(tokenizer, "chat_template", None))
-        render = ChatTemplate(tokenizer).render if has_template else None
+        template = ChatTemplate(tokenizer)
+        render = template.render if has_template else None
         adds_bos = bos_id is not None and texts(["a"])[0][:1] == [bos_id]
-        return cls(model, texts, render, chats, bos_id, adds_bos)
+        return cls(model, texts, render, chats, template.reads, bos_id, adds_bos)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,8 @@ class EncodedPrompts:
     ``rows`` int64 [prompts] are their lines, from 1. Prompt i has token_ids[token_ends[i - 1]:token_ends[i]], int32; its text and
     fields are slices of ``texts`` and ``fields``, in UTF-8, in the same way. ``flags`` uint8 [prompts]. ``template``: whether the
     tokenizer has a chat template, whether the tokenizer adds a BOS token to texts, and whether the template ignores each of
-    _FEATURES. ``bos_id`` is -1 without one.
+    _FEATURES. ``bos_id`` is -1 without one. ``unread`` has the names of given variables that the template does not read, a line
+    each, in UTF-8.
     """
 
     rows: NDArray[np.int64]
@@ -84,6 +89,7 @@ class EncodedPrompts:
     field_ends: NDArray[np.int64]
     template: NDArray[np.bool_]
     bos_id: NDArray[np.int32]
+    unread: NDArray[np.uint8]
 
     def __post_init__(self) -> None:
         """Raise ValueError for arrays that do not fit together."""
@@ -108,7 +114,7 @@ class EncodedPrompts:
                 raise ValueError("the ends do not fit the data")
 
     @classmethod
-    def of(cls, parts: _Parts, template: list[bool], bos_id: int | None) -> EncodedPrompts:
+    def of(cls, parts: _Parts, template: list[bool], bos_id: int | None, unread: Iterable[str]) -> EncodedPrompts:
         """Return the collected prompts as arrays."""
         texts, fields = ([text.encode() for text in column] for column in (parts.texts, parts.fields))
         return cls(
@@ -122,6 +128,7 @@ class EncodedPrompts:
             _ends(fields),
             np.array(template),
             np.array([-1 if bos_id is None else bos_id], np.int32),
+            np.frombuffer("\n".join(unread).encode(), np.uint8),
         )
 
     @property
@@ -207,6 +214,7 @@ def encode_lines(
     """
     parts = _Parts()
     ignored: dict[str, bool] = {}
+    reads: dict[str, bool] = {}
     remaining = iter(lines)
     usable = 0
     while usable != settings.limit:
@@ -223,8 +231,12 @@ def encode_lines(
         texts = iter(encoder.texts([line.text for line in batch if line.text is not None]))
         chat_ids = iter(encoder.chats(chats))
         for line, ending in zip(batch, endings, strict=True):
-            if line.messages is not None and ending == "generation prompt":
-                _find_ignored(ignored, line, encoder, settings)
+            if line.messages is not None:
+                inputs = line.inputs.over(settings.inputs)
+                for name in (inputs.chat_template_kwargs or {}).keys() - reads.keys():
+                    reads[name] = encoder.reads(name)
+                if ending == "generation prompt":
+                    _find_ignored(ignored, line, encoder, inputs)
             flags, ids = _with_flags(line, texts, chat_ids, stop_ids, encoder.bos_id)
             if not ids:
                 raise DataError(
@@ -235,7 +247,8 @@ def encode_lines(
             parts.add(line, flags, ids)
         show_progress(len(parts.rows))
     template = [encoder.render is not None, encoder.adds_bos, *(ignored.get(name, False) for name in _FEATURES)]
-    return EncodedPrompts.of(parts, template, encoder.bos_id)
+    unread = sorted(name for name, is_read in reads.items() if not is_read)
+    return EncodedPrompts.of(parts, template, encoder.bos_id, unread)
 
 
 def _with_flags(
@@ -296,11 +309,10 @@ def _written(line: PromptLine, encoder: PromptEncoder, ending: Ending, inputs: T
     return encoder.render([dict(message) for message in line.messages or ()], ending, inputs)
 
 
-def _find_ignored(ignored: dict[str, bool], line: PromptLine, encoder: PromptEncoder, settings: PromptSettings) -> None:
+def _find_ignored(ignored: dict[str, bool], line: PromptLine, encoder: PromptEncoder, inputs: TemplateInputs) -> None:
     """Add to ``ignored`` the features that a line is the first to have, and whether the template writes the same without them."""
-    inputs = line.inputs.over(settings.inputs)
     without: dict[str, tuple[Ending, TemplateInputs]] = {"generation prompt": ("nothing", inputs)}
-    for key in TEMPLATE_KEYS:
+    for key in _FEATURES[1:]:
         if getattr(inputs, key):
             without[key] = ("generation prompt", replace(inputs, **{key: None}))
     for name in without.keys() - ignored.keys():
@@ -421,9 +433,16 @@ def _notes(encoded: EncodedPrompts, settings: PromptSettings, too_long: int) -> 
         yield (
             f"the template of {model} writes no generation prompt: the response may begin with the assistant's header"
         )
-    for name, is_ignored in zip(TEMPLATE_KEYS, ignored, strict=True):
+    for name, is_ignored in zip(_FEATURES[1:], ignored, strict=True):
         if is_ignored:
             yield f"warning: the template of {model} writes the same with and without {name}; it may not support them"
+    # A template of the environment may read others in its turns.
+    if (names := bytes(encoded.unread).decode().split()) and not settings.has_turn_template:
+        more = f" and {len(names) - MAX_SHOWN_VARIABLES} more" if len(names) > MAX_SHOWN_VARIABLES else ""
+        yield (
+            f"warning: chat_template_kwargs {', '.join(names[:MAX_SHOWN_VARIABLES])}{more}: not used: the template of {model} "
+            "reads no variable of this name; correct it, or remove it"
+        )
     for kind, name in ((_CHAT, "messages"), (_IDS, "token_ids")):
         if ended := count(kind, _ENDED):
             yield (

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config.root import Config
+from quartet.config.template_inputs import TEMPLATE_KEYS
 from quartet.data.prompt_cache import cached_prompts
 from quartet.data.prompt_datasets import cached_rows_file, on_the_hub, rows_file
 from quartet.data.prompt_encoding import PromptSummary, summarize_prompts
@@ -55,6 +56,7 @@ def check_prompts(config: Config, report: Report, tokenizes: bool = True) -> Ite
         return
     vocabulary_size = number_in(_description(config.actor.model), "vocab_size")
     summaries = _summaries(files, vocabulary_size, report) if tokenizes else None
+    has_messages = False
     for number, settings in enumerate(files):
         key = settings.key
         if summaries is None:
@@ -64,6 +66,7 @@ def check_prompts(config: Config, report: Report, tokenizes: bool = True) -> Ite
             summary = summaries[number]
             num_prompts, num_messages, extra = summary.num_prompts, summary.num_messages, summary.notes
             yield from collect(_check_positions, key, summary.max_length, config)
+        has_messages |= num_messages > 0
         of_chats = f", {num_messages} of them messages" if num_messages else ""
         yield Finding("ok", f"{key} {settings}", f"{num_prompts} prompts{of_chats}")
         for note in extra:
@@ -76,6 +79,11 @@ def check_prompts(config: Config, report: Report, tokenizes: bool = True) -> Ite
                 f"{key} {settings} has only {num_prompts} usable prompts, and a step needs {needed[key]}; lower it, or give more "
                 "prompts",
             )
+    inputs = ", ".join(f"data.{key}" for key in TEMPLATE_KEYS if getattr(config.data, key))
+    # The template of an environment opens the response, so it gets them for its turns.
+    if inputs and not has_messages and files[0].opens_response:
+        reason = "not used: they are for the chat template, and no prompt is a list of messages"
+        yield Finding("warning", inputs, reason)
 
 
 def count_prompts(config: Config) -> int:

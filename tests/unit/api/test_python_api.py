@@ -123,6 +123,23 @@ def test_invalid_settings_of_generate_are_a_config_error(tmp_path: Path, setting
         quartet.generate(path, "hello", **settings)
 
 
+def test_the_chat_template_of_generate_gets_variables(tmp_path: Path) -> None:
+    path = chat_model(tmp_path)
+    (path / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }} {% endfor %}{% if enable_thinking is false %}w7{% endif %}"
+    )
+
+    def prompt(**variables: Any) -> str:
+        chat = [{"role": "user", "content": "w5 w6"}]
+        [completion] = quartet.generate(path, [chat], max_tokens=1, chat_template_kwargs=variables)
+        return completion.prompt
+
+    assert prompt(enable_thinking=False) == "w5 w6 w7"
+    assert prompt(enable_thinking=True) == prompt(enable_thinking=0) == prompt() == "w5 w6"
+    with pytest.raises(ConfigError, match="generate: chat_template_kwargs: tokenize: is not a variable"):
+        prompt(tokenize=True)
+
+
 def test_a_completion_ends_with_the_stop_string(tmp_path: Path) -> None:
     path = chat_model(tmp_path)
     [whole] = quartet.generate(path, "w5 w6", max_tokens=12)

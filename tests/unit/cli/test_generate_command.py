@@ -25,6 +25,24 @@ def test_empty_responses_are_explained(
     assert ("answers with --chat" in capsys.readouterr().err) == is_explained
 
 
+@pytest.mark.parametrize(
+    ("row", "is_noted"), [({"text": "a"}, True), ({"messages": [{"role": "user", "content": "a"}]}, False)]
+)
+def test_variables_of_the_chat_template_are_noted_if_all_prompts_are_text(
+    row: dict[str, object],
+    is_noted: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr(command, "complete", lambda *_: [SimpleNamespace(prompt="a", text="b")])
+    for variables, expected in (('{"enable_thinking": false}', is_noted), ("", False)):
+        command.generate("model", [], file, SamplingParameters(4), 1, 0, "cpu", False, chat_template_kwargs=variables)
+        assert ("note: --chat-template-kwargs is not used" in capsys.readouterr().err) == expected
+
+
 def test_the_chat_template_gets_what_the_run_of_the_policy_gave_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+import transformers
 
 from quartet.config.loading import config_of
 from quartet.config.root import Config
+from quartet.config.template_inputs import TEMPLATE_KEYS, check_template_input
 from quartet.data.chat_template import ChatTemplate, TemplateInputs
 from quartet.data.prompt_cache import FileDigest, cache_key
 from quartet.data.prompt_encoding import PromptEncoder, encode_lines, select_prompts
@@ -85,16 +89,22 @@ def test_the_last_of_text_parts_is_continued() -> None:
     assert render(PARTS, [USER, continued], "open message") == "user:hi;assistant:ab"
 
 
-def config_with(**data: Any) -> Config:
+def config_with(sections: Mapping[str, Any] = MappingProxyType({}), /, **data: Any) -> Config:
     data = {"prompts": "p.jsonl", **data}
-    return config_of({"data": data, "actor": {"model": "a"}, "reward": {"model": "b"}})
+    return config_of({"data": data, "actor": {"model": "a"}, "reward": {"model": "b"}, **sections})
 
 
-def texts(path: Path, rows: Sequence[dict[str, Any]], template: str = ALL, **data: Any) -> tuple[list[str], list[str]]:
+def texts(
+    path: Path,
+    rows: Sequence[dict[str, Any]],
+    template: str = ALL,
+    sections: Mapping[str, Any] = MappingProxyType({}),
+    **data: Any,
+) -> tuple[list[str], list[str]]:
     """Return the prompts of rows as text, and the notes about them."""
     path = path / "p.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    [settings] = PromptSettings.for_training(config_with(prompts=str(path), **data))
+    [settings] = PromptSettings.for_training(config_with(sections, prompts=str(path), **data))
     settings = PromptSettings.from_json(json.loads(json.dumps(settings.to_json())))
     tokenizer = chats.tokenizer(template)
     encoded = encode_lines(settings, iterate_prompts(settings, path), PromptEncoder.of(tokenizer, "m"), frozenset())
@@ -122,8 +132,24 @@ def test_values_of_a_row_replace_those_of_the_config(tmp_path: Path) -> None:
         "<docs>a </docs>user:hi;assistant:",
         f"{start}{end}",
     ]
-    assert not [note for note in notes if "warning" in note]
+    assert [note for note in notes if "warning" in note] == [
+        "warning: chat_template_kwargs other: not used: the template of a reads no variable of this name; correct it, or remove "
+        "it"
+    ]
     assert texts(tmp_path, rows[:1])[0] == ["user:hi;assistant:"]
+
+
+def test_chats_of_message_templates_get_the_values_of_the_config(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"question": "hi"}\n')
+    chats_of = {
+        "name": "a",
+        "path": str(tmp_path / "p.jsonl"),
+        "message_templates": [{"role": "user", "content": "{question}"}],
+    }
+    [settings] = PromptSettings.for_training(config_with(prompts=None, sets=[chats_of], chat_template_kwargs=QUIET))
+    encoder = PromptEncoder.of(tokenizer := chats.tokenizer(ALL), "m")
+    encoded = encode_lines(settings, iterate_prompts(settings, settings.path), encoder, frozenset())
+    assert tokenizer.decode(encoded.token_ids) == "user:hi;assistant:<think></think>"
 
 
 def test_functions_get_messages_and_tools_as_the_row_has_them(tmp_path: Path) -> None:
@@ -142,13 +168,64 @@ def test_columns_of_a_prompt_that_is_text_are_for_functions_only(tmp_path: Path)
 def test_a_template_that_ignores_what_it_gets_is_warned_of(tmp_path: Path) -> None:
     rows = [{"messages": [USER]}, {"messages": [USER], "tools": [CLOCK], "chat_template_kwargs": QUIET}]
     _, notes = texts(tmp_path, rows, chats.CHATML)
-    warnings = [
-        note for note in notes if note.startswith("warning: the template of a writes the same with and without")
+    warnings = [note.removeprefix("warning: ") for note in notes if note.startswith("warning: ")]
+    assert [warning.rpartition(": ")[0] or warning.partition(";")[0] for warning in warnings] == [
+        "the template of a writes the same with and without tools",
+        "chat_template_kwargs enable_thinking: not used",
     ]
-    assert [warning.partition("without ")[2].partition(";")[0] for warning in warnings] == [
-        "tools",
-        "chat_template_kwargs",
+
+
+def unread(path: Path, template: str, environment: Mapping[str, Any] | None = None, **variables: Any) -> str:
+    """Return the variables that a template is warned not to read."""
+    sections = {} if environment is None else {"environment": environment, "rollout": {"max_turns": 2}}
+    _, notes = texts(path, [{"messages": [USER]}], template, sections, chat_template_kwargs=variables)
+    found = [note.removeprefix("warning: chat_template_kwargs ") for note in notes if "reads no variable" in note]
+    return found[0].partition(":")[0] if found else ""
+
+
+@pytest.mark.parametrize(
+    ("template", "names"),
+    [
+        (ALL, "other"),
+        ("{% macro turn(m) %}{{ m.content ~ enable_thinking }}{% endmacro %}{{ turn(messages[0]) }}{{ other }}", ""),
+        (
+            "{% for m in messages %}{% generation %}{{ m.content ~ other }}{%- endgeneration -%}{% break %}{% endfor %}",
+            "enable_thinking",
+        ),
+        ("{{ messages[0].content }}{% set enable_thinking = true %}{{ enable_thinking }}", "enable_thinking, other"),
+    ],
+    ids=["plain", "macro", "tags of transformers", "set by the template"],
+)
+def test_variables_that_a_template_never_reads_are_warned_of(template: str, names: str, tmp_path: Path) -> None:
+    """A value that happens to change nothing, such as that of the template's default, is not."""
+    for value in (True, False, None):
+        assert unread(tmp_path, template, enable_thinking=value, other=value) == names
+
+
+def test_a_long_list_of_unread_variables_is_cut(tmp_path: Path) -> None:
+    many = {f"a{number}": number for number in range(10, 22)}
+    assert unread(tmp_path, ALL, **many).endswith("a16, a17 and 4 more")
+
+
+def test_variables_may_be_for_any_template_of_the_tokenizer_or_for_that_of_the_environment(tmp_path: Path) -> None:
+    several: Any = {"default": chats.CHATML, "tool_use": ALL}
+    assert unread(tmp_path, several, enable_thinking=True, other=1) == "other"
+    (tmp_path / "turns.jinja").write_text("{{ other }}")
+    chat = {"class_name": "a:B", "observations": "chat"}
+    assert unread(tmp_path, ALL, chat, other=1) == "other"
+    assert unread(tmp_path, ALL, {**chat, "chat_template": str(tmp_path / "turns.jinja")}, other=1) == ""
+
+
+def test_no_argument_of_transformers_can_be_set_as_a_variable() -> None:
+    functions: list[Callable[..., Any]] = [
+        transformers.PreTrainedTokenizerBase.apply_chat_template,
+        transformers.utils.chat_template_utils.render_jinja_template,
     ]
+    names = {name for function in functions for name in inspect.signature(function).parameters} - {"kwargs"}
+    assert {"conversation", "conversations", "tokenize", "return_dict", "self"} <= names
+    for name in names:
+        with pytest.raises(ValueError, match=f"{name}: is not a variable that can be set here"):
+            check_template_input("chat_template_kwargs", {name: 1})
 
 
 @pytest.mark.parametrize(
@@ -167,6 +244,17 @@ def test_a_template_that_ignores_what_it_gets_is_warned_of(tmp_path: Path) -> No
             r":1: chat_template_kwargs: tokenize: is not a variable .* remove",
         ),
         ({"chat_template_kwargs": {"tools": []}}, r":1: chat_template_kwargs: tools: is not .*; give tools beside it"),
+        *(
+            (
+                {"chat_template_kwargs": {name: 1}},
+                r":1: chat_template_kwargs: '.*': is not the name of a variable; expected",
+            )
+            for name in ("", "a-b", "1a", "a.b", "a" * 65)
+        ),
+        (
+            {"chat_template_kwargs": {f"a{number}": 1 for number in range(65)}},
+            r":1: chat_template_kwargs: has 65 variables, expected at most 64",
+        ),
     ],
 )
 def test_values_that_no_template_can_get_are_refused_with_row_and_column(
@@ -177,6 +265,17 @@ def test_values_that_no_template_can_get_are_refused_with_row_and_column(
     if not isinstance(value := next(iter(row.values())), str):
         with pytest.raises(ConfigError, match=rf"data\.{next(iter(row))}"):
             config_with(**{next(iter(row)): value})
+
+
+@pytest.mark.parametrize("key", TEMPLATE_KEYS)
+def test_values_that_are_too_large_are_refused(key: str) -> None:
+    fits = {"a": "\N{EURO SIGN}" * 340_000}
+    config_with(**{key: fits if key == "chat_template_kwargs" else [fits]})
+    large = {**fits, "b": fits["a"]}
+    with pytest.raises(
+        ConfigError, match=rf"data\.{key}: 20400\d\d bytes as JSON, expected at most 1048576; shorten it"
+    ):
+        config_with(**{key: large if key == "chat_template_kwargs" else [large]})
 
 
 def test_text_parts_and_tools_of_parquet_are_read_without_added_nulls(tmp_path: Path) -> None:

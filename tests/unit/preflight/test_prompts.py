@@ -72,6 +72,27 @@ def test_prompts_of_messages_are_counted(models: Path) -> None:
     )
 
 
+def test_what_only_a_chat_template_gets_is_warned_of_if_no_prompt_is_messages(models: Path) -> None:
+    (models / "policy/chat_template.jinja").write_text(TEMPLATE)
+    settings = "data.tools, data.chat_template_kwargs"
+
+    def warnings(tree: dict[str, Any], text: str, **sections: Any) -> list[str]:
+        data = {"tools": [{"type": "function"}], "chat_template_kwargs": {"enable_thinking": False}}
+        (models / "prompts.jsonl").write_text(text)
+        changed = parse_config({**tree, "data": {**tree["data"], **data}, **sections}, "test")
+        return [line for line in lines(check_prompts(changed, print)) if "not used" in line]
+
+    tree = config(models).model_dump()
+    assert warnings(tree, '{"text": "a"}\n' * 2) == [
+        f"warning: {settings}: not used: they are for the chat template, and no prompt is a list of messages"
+    ]
+    [note] = warnings(tree, MESSAGES)
+    assert note.startswith("warning: data.prompts: chat_template_kwargs enable_thinking: not used: the template of")
+    environment = {"class_name": "a:B", "observations": "chat"}
+    turns = {**tree["rollout"], "max_turns": 2}
+    assert warnings(tree, '{"text": "a"}\n' * 2, environment=environment, rollout=turns) == []
+
+
 @pytest.mark.usefixtures("real_processes")
 def test_a_chat_template_that_refuses_a_line_is_reported_without_transformers(models: Path) -> None:
     (models / "policy/chat_template.jinja").write_text(TEMPLATE)

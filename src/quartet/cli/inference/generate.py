@@ -48,6 +48,8 @@ def generate(
         else [prompt_of(text, f"generate: prompt {number}", number) for number, text in enumerate(texts, 1)]
     )
     inputs = template_inputs(model, chat_template_kwargs)
+    if chat_template_kwargs and all(line.messages is None for line in lines):
+        typer.echo("note: --chat-template-kwargs is not used: it is for messages, and all prompts are text", err=True)
     try:
         completions = complete(
             policy_in(model), source, lines, sampling, samples, seed, device, continue_final_message, inputs
