@@ -53,9 +53,10 @@ def _of_decoding(check: Callable[..., Any]) -> Callable[..., Any]:
     return check_once
 
 
-def _check_decoding(engine: torch_engine.TorchEngine) -> None:
-    model, static = engine._model, engine._static is not None
-    _once((_CHECK, _shape(model), _content(model), static), lambda: _CHECK(engine))
+def _difference(engine: torch_engine.TorchEngine) -> str | None:
+    model, kind = engine._model, (engine._static is not None, engine._uncached)
+    result: str | None = _once((_DIFFERENCE, _shape(model), _content(model), kind), lambda: _DIFFERENCE(engine))
+    return result
 
 
 def _of_update(measure: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +67,7 @@ def _of_update(measure: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _TRIAL = torch_engine.TorchEngine._is_batch_invariant
-_CHECK = torch_engine.TorchEngine._check_decoding
+_DIFFERENCE = torch_engine.TorchEngine._difference
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def measured_once() -> Iterator[None]:
         patch.setattr(torch_engine, "trial_result", _trial_result)
         patch.setattr(torch_engine, "unsupported_reason", _of_decoding(torch_engine.unsupported_reason))
         patch.setattr(torch_engine, "is_recordable", _of_decoding(torch_engine.is_recordable))
-        patch.setattr(torch_engine.TorchEngine, "_check_decoding", _check_decoding)
+        patch.setattr(torch_engine.TorchEngine, "_difference", _difference)
         patch.setattr(actor, "measure_policy", _of_update(measure_policy))
         patch.setattr(critic, "measure_value", _of_update(measure_value))
         yield
