@@ -33,7 +33,7 @@ from quartet.services.actor.actor import Actor
 from quartet.services.critic.critic import Critic
 from quartet.services.trainable_model import TrainableModel
 from tests.e2e.commands import Command
-from tests.unit.models import tiny
+from tests.unit.models import multimodal, tiny
 
 RUN = "run"
 CASES: dict[str, dict[str, Any]] = {
@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "critic-bfloat16-lora": {"dtype": "bfloat16", "lora": {"rank": 2}},
     "actor-lora": {"lora": {"rank": 2}},
     "large": {"kind": "llama"},
+    "multimodal": {"kind": "qwen2_5_vl"},
     "frozen": {"freeze": ["model.layers.0.*"]},
 }
 
@@ -52,7 +53,8 @@ CASES: dict[str, dict[str, Any]] = {
 def save_base(folder: Path, case: str) -> None:
     """Save the initial model of a case."""
     large = {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 2048, "vocab_size": 8192}
-    model = tiny.causal(CASES[case].get("kind", "llama"), **(large if case == "large" else {}))
+    kind, changes = CASES[case].get("kind", "llama"), large if case == "large" else {}
+    model = multimodal.model(kind) if kind in multimodal.KINDS else tiny.causal(kind, **changes)
     directory = tiny.saved(model, folder / f"{case}-base")
     tiny.tokenizer().save_pretrained(directory)
 

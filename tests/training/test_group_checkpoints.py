@@ -15,6 +15,7 @@ import transformers
 from quartet.contract.weights import SaveKind
 from quartet.errors import ModelError
 from quartet.model_files.sharded_files import rank_file
+from quartet.model_files.weight_files import read_headers, same_bytes
 from quartet.models.weights.loading import load_causal_lm, write_consolidated
 from quartet.models.workers.workers import SINGLE
 from quartet.run_directory.checkpoints import DamagedCheckpoint, read_verified_checkpoint
@@ -33,8 +34,8 @@ from tests.training.group_checkpoints import (
     state,
 )
 
-FEW = ["bfloat16", "critic"]
-SLICED = ["bfloat16", "critic", "actor-lora"]
+FEW = ["bfloat16", "critic", "multimodal"]
+SLICED = ["bfloat16", "critic", "actor-lora", "multimodal"]
 ALL = [case for case in CASES if case != "large"]
 
 
@@ -42,7 +43,7 @@ ALL = [case for case in CASES if case != "large"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoints of two ranks, and those of two ranks that compute slices of the same layers."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    for case in SLICED:
+    for case in {*FEW, *SLICED}:
         save_base(folder, case)
     run_groups(folder, Group(2, "train-two", FEW), Group(2, "train-sliced", SLICED, tensor=2))
     return folder
@@ -94,6 +95,17 @@ def test_a_checkpoint_of_a_group_is_exported_without_a_group(folder: Path, tmp_p
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert exported.dtype == torch.bfloat16
     assert_equal(exported.state_dict(), load_causal_lm(checkpoint, "bfloat16").state_dict())
+
+
+def test_the_checkpoint_of_a_group_has_the_towers_of_a_multimodal_model(folder: Path, tmp_path: Path) -> None:
+    checkpoint, source = folder / "multimodal-two", read_headers(folder / "multimodal-base")
+    write_consolidated(checkpoint, tmp_path)
+    exported = read_headers(tmp_path)
+    assert exported.keys() == source.keys()
+    for name, entry in exported.items():
+        assert same_bytes(entry, source[name]) == name.startswith("visual.")
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (folder / "multimodal-two-model" / path.name).read_bytes()
 
 
 def remove(file: Path) -> None:
@@ -191,12 +203,12 @@ def assert_restored_and_exported(folder: Path, case: str, name: str, size: int) 
     exported = folder / f"{case}-{name}-model"
     assert_same_files(exported, folder / f"{case}-single")
     if not case.startswith("critic"):
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(exported)
-        assert_equal(loaded.state_dict(), load_causal_lm(folder / f"{case}-single", str(loaded.dtype)[6:]).state_dict())
+        kind = transformers.AutoModelForMultimodalLM if case == "multimodal" else transformers.AutoModelForCausalLM
+        loaded = kind.from_pretrained(exported)
+        weights = {key: value for key, value in loaded.state_dict().items() if not key.startswith("model.visual.")}
+        assert_equal(weights, load_causal_lm(folder / f"{case}-single", str(loaded.dtype)[6:]).state_dict())
         if "lora" not in case:
-            assert_equal(
-                loaded.state_dict(), {key: value for key, value in expected.items() if not key.startswith("optimizer.")}
-            )
+            assert_equal(weights, {key: value for key, value in expected.items() if not key.startswith("optimizer.")})
 
 
 @pytest.mark.parametrize("case", SLICED)

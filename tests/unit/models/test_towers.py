@@ -12,9 +12,11 @@ import safetensors.torch
 import torch
 import transformers
 
+from quartet.contract.generation import SamplingParameters
 from quartet.errors import ModelError
 from quartet.model_files.weight_files import INDEX_FILE, read_headers
 from quartet.models.forward.scoring import response_log_probs
+from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
 from quartet.models.weights.host_tensors import named_weights
@@ -90,6 +92,17 @@ def test_an_update_changes_the_language_model_only_and_the_export_is_complete(ki
     assert (tmp_path / "export/preprocessor_config.json").read_text() == PROCESSOR
     exported = plain_log_probs(plain(tmp_path / "export"))
     assert (exported - torch.from_numpy(response_log_probs(model, BATCH, 1.0, 1000))).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_generation_of_text_is_that_of_plain_transformers(kind: str, tmp_path: Path) -> None:
+    source = saved(kind, tmp_path / "source")
+    engine = TorchEngine(load_causal_lm(str(source)), frozenset([tiny.EOS]), 3)
+    model = plain(source)
+    for trajectory in engine.trajectories(tiny.requests(5), SamplingParameters(8, temperature=0.0), 0):
+        prompt = torch.tensor([trajectory.prompt_ids.tolist()])
+        ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+        assert trajectory.response_ids.tolist() == ids[0, prompt.shape[1] :].tolist()
 
 
 def test_towers_are_neither_in_memory_nor_sent_to_generators(tmp_path: Path) -> None:

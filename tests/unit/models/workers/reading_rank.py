@@ -24,7 +24,7 @@ from quartet.models.workers.sharding import complete_weights, shard_model
 from quartet.models.workers.workers import Workers, local_tensor
 from tests.unit.models import tiny
 
-QUICK = ("llama-bfloat16", "qwen2-float32", "llama-lora", "critic-of-reward")
+QUICK = ("llama-bfloat16", "qwen2-float32", "llama-lora", "critic-of-reward", "qwen2_audio-float32")
 CASES = (
     *(f"{kind}-{dtype}" for kind in (*tiny.KINDS, *tiny.MIXTURES) for dtype in ("float32", "bfloat16")),
     "llama-adapter",
@@ -32,7 +32,9 @@ CASES = (
     "critic-of-llama",
     "critic-of-reward",
     "critic-of-critic",
+    "qwen2_audio-float32",
 )
+"""The last one is a multimodal model with a tower that stays."""
 
 
 def load(case: str, folder: Path, workers: Workers) -> tuple[Any, list[Any]]:

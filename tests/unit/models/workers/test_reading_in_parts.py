@@ -14,7 +14,7 @@ from quartet.models.value_head import ValueModel
 from quartet.models.weights.lora import add_adapter
 from quartet.models.weights.snapshot import write_model
 from quartet.models.workers.workers import SINGLE
-from tests.unit.models import tiny
+from tests.unit.models import multimodal, tiny
 from tests.unit.models.workers import reading_rank
 from tests.unit.models.workers.processes import run_ranks
 
@@ -26,6 +26,7 @@ def load(folder: Path, cases: tuple[str, ...], size: int = SIZE, replicate: int 
     """Write checkpoints to ``folder``, load the cases in a group of ``size`` ranks, and return the folder."""
     for kind in (*tiny.KINDS, *tiny.MIXTURES):
         tiny.causal(kind).save_pretrained(folder / kind)
+    multimodal.model("qwen2_audio").save_pretrained(folder / "qwen2_audio")
     tiny.classifier("llama").save_pretrained(folder / "reward")
     write_model(folder / "critic", ValueModel.of_classifier(tiny.classifier("llama", seed=3)).snapshot())
     adapter = add_adapter(tiny.causal("llama"), str(folder / "llama"), 2, 4.0, seed=9)
