@@ -27,7 +27,6 @@ from quartet.engines.engine import find_engine
 from quartet.errors import ConfigError
 from quartet.models.generation.torch_kind import load_detached
 from quartet.models.torch_settings import check_gpu, set_num_threads
-from quartet.models.weights.loading import check_cacheable_config
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.planner.memory_shares import (
     cache_shape,
@@ -115,8 +114,6 @@ def _build_actor(
     device = device_of(config.services.actor, workers.rank)
     rollout, ahead = config.rollout, config.rollout.max_off_policy_steps
     kind = find_engine(rollout.engine)
-    if rollout.engine == "torch":
-        check_cacheable_config(config.actor.model)
     # Who generates, with which weights, and how they get there:
     #   generators in other processes   their own     pulled from the weight source of rank 0
     #   this process, during updates    its own       taken from the weight source of this process

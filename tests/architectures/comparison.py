@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
 from quartet.contract.arrays import FloatArray
 from quartet.contract.generation import SamplingParameters
@@ -39,12 +38,17 @@ MAX_TOKENS = 256
 
 @dataclass(frozen=True)
 class Result:
-    """Largest difference of each comparison, by name. ``refused``: the reason, if the model is refused as a policy."""
+    """Largest difference of each comparison, by name.
+
+    ``fixed``: parameters of the language model without a gradient. ``refused``: the reason, if the model is refused as a
+    policy.
+    """
 
     kind: str
     parameters: int = 0
     packed: bool = False
     without_adapter: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
     differences: dict[str, float] | None = None
     refused: str = ""
 
@@ -64,7 +68,11 @@ def compare(kind: str, folder: Path) -> Result:
         "generation": _compare_generation(policy, plain),
         "gradient": _compare_gradient(policy, plain),
     }
-    left_out = _compare_adapter(directory, folder, differences)
+    names = {name for name, _ in policy.named_parameters() if _computes_text(name)}
+    fixed = tuple(name for name, value in plain.named_parameters() if value.grad is None and name in names)
+    untrained = {name for name, value in plain.named_parameters() if value.grad is None or not value.grad.any()}
+    plain.zero_grad(set_to_none=True)
+    left_out = _compare_adapter(kind, directory, folder, untrained, differences)
     _update_critic(load_critic(directory))
     classifier = models.classifier(kind)
     if classifier is not None:
@@ -80,7 +88,8 @@ def compare(kind: str, folder: Path) -> Result:
         )
         differences["scores"] = _distance(sequence_scores(load_reward_model(scorer), BATCH, MAX_TOKENS), scores)
     size = sum(parameter.numel() for parameter in plain.parameters())
-    return Result(kind, size, supports_packing(load_causal_lm(directory)), left_out, differences)
+    packed = supports_packing(load_causal_lm(directory))
+    return Result(kind, size, packed, left_out, fixed, differences)
 
 
 def refuse(kind: str, folder: Path) -> Result:
@@ -100,6 +109,10 @@ def _saved(model: Any, directory: Path) -> Path:
         model.save_pretrained(directory)
     tiny.tokenizer().save_pretrained(directory)
     return directory
+
+
+def _computes_text(name: str) -> bool:
+    return not any(part in name for part in ("image", "vision", "visual", "audio"))
 
 
 def _sequences() -> Iterator[torch.Tensor]:
@@ -170,7 +183,7 @@ def _update(policy: Any) -> dict[str, float]:
 
 
 def _compare_gradient(policy: Any, plain: Any) -> float:
-    """Train the policy for one update. Return the relative difference of its gradient norm.
+    """Train the policy for one update. Return the relative difference of its gradient norm. ``plain`` keeps its gradients.
 
     At a ratio of 1, the gradient of the PPO loss is that of the mean over tokens of -advantage x log-prob.
     """
@@ -179,35 +192,46 @@ def _compare_gradient(policy: Any, plain: Any) -> float:
     loss.backward()
     gradients = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
     expected = float(torch.stack([gradient.double().norm() for gradient in gradients]).norm())
-    plain.zero_grad(set_to_none=True)
     before = response_log_probs(policy, BATCH, 1.0, MAX_TOKENS)
     norm = _update(policy)["grad_norm"]
     assert _distance(response_log_probs(policy, BATCH, 1.0, MAX_TOKENS), before) > 1e-3, "the update changes nothing"
     return abs(norm - expected) / expected
 
 
-def _compare_adapter(directory: str, folder: Path, differences: dict[str, float]) -> tuple[str, ...]:
-    """Train an adapter for one update, and compare the merged export. Return the matrices without an adapter."""
+def _compare_adapter(
+    kind: str, directory: str, folder: Path, untrained: set[str], differences: dict[str, float]
+) -> tuple[str, ...]:
+    """Train an adapter for one update, and compare the merged export. Return the matrices without an adapter.
+
+    ``untrained``: names of the parameters whose gradient in plain training is 0 or None.
+    """
+    # torch may multiply with a frozen matrix in another order.
+    before = response_log_probs(load_causal_lm(directory).requires_grad_(False), BATCH, 1.0, MAX_TOKENS)
     policy = load_causal_lm(directory)
-    before = response_log_probs(policy, BATCH, 1.0, MAX_TOKENS)
     adapter = add_adapter(policy, directory, 4, 8.0)
     assert np.array_equal(response_log_probs(policy, BATCH, 1.0, MAX_TOKENS), before), "a new adapter changes outputs"
     _update(policy)
     trained = response_log_probs(policy, BATCH, 1.0, MAX_TOKENS)
     assert _distance(trained, before) > 1e-4, "the update of the adapter changes nothing"
+    idle = {
+        name.partition(".lora_B.")[0] + ".weight"
+        for name, value in policy.named_parameters()
+        if ".lora_B." in name and not value.any()
+    }
+    assert not idle - untrained, f"adapters without an effect: {sorted(idle - untrained)}"
     with adapter.off():
         off = response_log_probs(policy, BATCH, 1.0, MAX_TOKENS)
     assert np.array_equal(off, before), "with its adapter off the policy differs from the reference"
-    differences["generation with LoRA"] = _compare_generation(policy, _merged(policy, adapter, folder / "merged"))
-    differences["merged LoRA"] = _distance(_plain_log_probs(_merged(policy, adapter, folder / "again")), trained)
-    return tuple(matrices_without_adapter(policy))
+    differences["generation with LoRA"] = _compare_generation(policy, _merged(kind, policy, adapter, folder / "merged"))
+    differences["merged LoRA"] = _distance(_plain_log_probs(_merged(kind, policy, adapter, folder / "again")), trained)
+    return tuple(name for name in matrices_without_adapter(policy) if _computes_text(name))
 
 
-def _merged(policy: Any, adapter: Any, directory: Path) -> Any:
+def _merged(kind: str, policy: Any, adapter: Any, directory: Path) -> Any:
     """Write the model with its adapter merged, and load it in plain transformers."""
     write_model(directory, snapshot_model(policy, adapter))
     with suppress_hf_logging():
-        return transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+        return models.auto_class(kind).from_pretrained(directory).eval()
 
 
 def _update_critic(critic: Any) -> None:

@@ -7,73 +7,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 TABLE = "the page Tested architectures of the documentation"
 
-_STATE_LAYERS = {
-    "mamba",
-    "mamba2",
-    "conv",
-    "recurrent",
-    "linear_attention",
-    "hybrid",
-    "hybrid_sliding",
-    "indexed_attention",
-    "deepseek_sparse_attention",
-    "qwen_sparse_attention",
-    "heavily_compressed_attention",
-    "compressed_sparse_attention",
-}
-"""Values of layer_types whose layers keep more or other state than keys and values per token."""
-
 _DEFAULT = "Qwen/Qwen3-1.7B (qwen3)"
-_ALTERNATIVES = {
-    "mamba": "EleutherAI/pythia-1.4b (gpt_neox)",
-    "mamba2": "EleutherAI/pythia-1.4b (gpt_neox)",
-    "rwkv": "EleutherAI/pythia-1.4b (gpt_neox)",
-    "falcon_mamba": "tiiuae/Falcon3-7B-Base (llama)",
-    "falcon_h1": "tiiuae/Falcon3-1B-Instruct (llama)",
-    "bamba": "ibm-granite/granite-3.3-8b-instruct (granite)",
-    "granitemoehybrid": "ibm-granite/granite-3.3-2b-instruct (granite)",
-    "jamba": "mistralai/Mistral-7B-v0.3 (mistral)",
-    "zamba": "mistralai/Mistral-7B-v0.3 (mistral)",
-    "zamba2": "HuggingFaceTB/SmolLM3-3B (smollm3)",
-    "recurrent_gemma": "google/gemma-2-2b (gemma2)",
-    "nemotron_h": "nvidia/Nemotron-Mini-4B-Instruct (nemotron)",
-    "qwen3_next": "Qwen/Qwen3-30B-A3B (qwen3_moe)",
-    "qwen3_5": "Qwen/Qwen3-4B (qwen3)",
-    "qwen3_5_text": "Qwen/Qwen3-4B (qwen3)",
-    "qwen3_5_moe": "Qwen/Qwen3-30B-A3B (qwen3_moe)",
-    "qwen3_5_moe_text": "Qwen/Qwen3-30B-A3B (qwen3_moe)",
-    "lfm2": _DEFAULT,
-    "lfm2_moe": "Qwen/Qwen3-30B-A3B (qwen3_moe)",
-    "minimax": "MiniMaxAI/MiniMax-M2 (minimax_m2)",
-    "olmo_hybrid": "allenai/OLMo-2-1124-7B (olmo2)",
-    "kimi_linear": "deepseek-ai/DeepSeek-V2-Lite (deepseek_v2)",
-    "bailing_hybrid": "deepseek-ai/DeepSeek-V2-Lite (deepseek_v2)",
-    "deepseek_v32": "deepseek-ai/DeepSeek-V2-Lite (deepseek_v2)",
-    "deepseek_v4": "deepseek-ai/DeepSeek-V2-Lite (deepseek_v2)",
-    "glm_moe_dsa": "zai-org/GLM-4.5-Air (glm4_moe)",
-    "xlstm": _DEFAULT,
-    "axk2": _DEFAULT,
-    "dots3_note": _DEFAULT,
-    "dots3_note_text": _DEFAULT,
-    "hy_v4": _DEFAULT,
-    "inkling_text": _DEFAULT,
-    "inkling2_text": _DEFAULT,
-    "lfm3": _DEFAULT,
-    "qwen4_exp": _DEFAULT,
-    "qwen4_exp_text": _DEFAULT,
-    "zaya": _DEFAULT,
-}
-"""Model types whose layers keep other state than keys and values per token, each with a transformer of its family or size. A
-config.json with layer_types decides by these instead."""
-
-_UNCACHED = {"openai-gpt", "reformer", "xlm", "xlnet", "cpmant"}
-"""Model types whose generation has no cache of keys and values, or one with other contents."""
 
 _DECODERS_OF_PAIRS = {
     "bart",
@@ -95,24 +36,47 @@ _DECODERS_OF_PAIRS = {
 """Model types that are the decoder of an encoder-decoder model, even when loaded as a causal language model."""
 
 _ENCODERS = {
-    "bert",
-    "bert-generation",
-    "big_bird",
-    "camembert",
-    "data2vec-text",
-    "electra",
-    "ernie",
-    "megatron-bert",
-    "rembert",
-    "roberta",
-    "roberta-prelayernorm",
-    "roc_bert",
-    "roformer",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xmod",
+    **dict.fromkeys(
+        (
+            "bert",
+            "bert-generation",
+            "big_bird",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "megatron-bert",
+            "rembert",
+            "roberta",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "roformer",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+            "xmod",
+        ),
+        ("is_decoder", True),
+    ),
+    "xlm": ("causal", True),
+    "xlnet": ("attn_type", "uni"),
+    "cpmant": None,
 }
-"""Model types that are encoders unless their config.json says is_decoder."""
+"""Model types whose tokens attend to later tokens, with the setting in config.json that makes them causal, if there is one."""
+
+_DRAFTER = "a drafter, which reads the hidden states, keys and values of the model that it drafts for; give that model"
+_INCOMPLETE = {
+    "blt": (
+        "transformers cannot generate with it: DynamicCache reads num_hidden_layers, which BltConfig lacks; give another causal "
+        f"language model, such as {_DEFAULT}"
+    ),
+    "gemma4_assistant": _DRAFTER,
+    "gemma4_unified_assistant": _DRAFTER,
+    "reformer": (
+        "transformers computes its gradients only in training mode, with dropout (ReformerLayer.backward_pass), and Quartet "
+        f"trains without; give another causal language model, such as {_DEFAULT}"
+    ),
+}
+"""Model types of which transformers lacks a part that Quartet needs, each with the reason and what to do."""
 
 _MODALITIES = {"vision_config": "images", "audio_config": "audio", "speech_config": "audio", "video_config": "video"}
 
@@ -150,6 +114,8 @@ def not_causal_reason(config: dict[str, Any]) -> str | None:
         )
     if (reason := encoder_reason(config)) is not None:
         return reason
+    if kind in _INCOMPLETE:
+        return _INCOMPLETE[kind]
     names = config.get("architectures")
     known = causal_names()
     if not isinstance(names, list) or not names or not known or any(name in known for name in names):
@@ -166,12 +132,11 @@ def not_causal_reason(config: dict[str, Any]) -> str | None:
 def encoder_reason(config: dict[str, Any]) -> str | None:
     """Return why a model with this config.json cannot have a value per token and what to do, or None."""
     kind = str(config.get("model_type", ""))
-    if kind not in _ENCODERS or config.get("is_decoder"):
+    setting = _ENCODERS.get(kind, ("model_type", kind))
+    if setting is not None and config.get(setting[0]) == setting[1]:
         return None
-    return (
-        f"an encoder ({kind} without is_decoder: true), whose tokens attend to later tokens; give a causal language model, "
-        f"such as {_DEFAULT}"
-    )
+    without = f" without {setting[0]}: {json.dumps(setting[1])}" if setting else ""
+    return f"an encoder ({kind}{without}), whose tokens attend to later tokens; give a causal language model, such as {_DEFAULT}"
 
 
 def causal_names() -> frozenset[str]:
@@ -186,32 +151,6 @@ def causal_names() -> frozenset[str]:
 def classifier_names() -> frozenset[str]:
     """Return the architectures and types of sequence classifiers in transformers. Empty without transformers."""
     return _names_in("modeling_auto.py", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")
-
-
-def uncacheable_reason(config: dict[str, Any]) -> str | None:
-    """Return why the torch engine cannot generate with a model with this config.json and what to do, or None."""
-    text = config.get("text_config")
-    kinds = [config, text] if isinstance(text, dict) else [config]
-    for part in kinds:
-        kind, layers = str(part.get("model_type", "")), part.get("layer_types")
-        if isinstance(layers, list) and layers:
-            other = sorted(set(map(str, layers)) & _STATE_LAYERS)
-        else:
-            other = [kind] if kind in _ALTERNATIVES else []
-        if other:
-            return (
-                f"its layers ({', '.join(other)}) keep other state than keys and values per token, so prompts of different "
-                "lengths cannot be generated in one batch; give a transformer instead, such as "
-                f"{_ALTERNATIVES.get(kind, _DEFAULT)}, or see {TABLE}"
-            )
-        if part.get("num_kv_shared_layers"):
-            return (
-                f"some of its layers use the keys and values of others (num_kv_shared_layers: {part['num_kv_shared_layers']}), "
-                f"which generation does not support; give another model, such as google/gemma-3-4b-it (gemma3), or see {TABLE}"
-            )
-        if kind in _UNCACHED:
-            return f"{kind} generates without a cache of keys and values; give a newer model, such as {_DEFAULT}, or see {TABLE}"
-    return None
 
 
 def positions_in(config: dict[str, Any]) -> int | None:

@@ -67,7 +67,7 @@ def check_inputs(
             continue
         tensor = getattr(config.services, role).parallel.tensor
         limit = config.rollout.max_response_tokens
-        result = collect(check_model, key, role, model, limit, config.rollout.engine, tensor)
+        result = collect(check_model, key, role, model, limit, tensor)
         found += result
         if not has_error(result):
             local[key] = role, model

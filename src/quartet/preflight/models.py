@@ -17,7 +17,6 @@ from quartet.model_files.model_support import (
     encoder_reason,
     not_causal_reason,
     positions_in,
-    uncacheable_reason,
     unreadable_reason,
 )
 from quartet.model_files.sharded_files import is_sharded
@@ -35,16 +34,14 @@ _WANTED = {
 """The expected kind of model, by role."""
 
 
-def check_model(
-    key: str, role: Role, model: str, max_response_tokens: int, engine: str = "torch", tensor: int = 1
-) -> Iterator[Finding]:
+def check_model(key: str, role: Role, model: str, max_response_tokens: int, tensor: int = 1) -> Iterator[Finding]:
     """Check the model of a role, and yield what it is. Raises ModelError.
 
-    ``engine`` is the actor's. ``tensor``: number of ranks that compute each layer together.
+    ``tensor``: number of ranks that compute each layer together.
     """
     directory = _directory(key, model)
     if not is_adapter(directory):
-        names = _check_checkpoint(f"{key} {model}", role, directory, looks_local(model), max_response_tokens, engine)
+        names = _check_checkpoint(f"{key} {model}", role, directory, looks_local(model), max_response_tokens)
         _check_slices(f"{key} {model}", role, directory, tensor)
         check_tokenizer(key, directory)
         yield Finding("ok", f"{key} {model}", names)
@@ -60,7 +57,7 @@ def check_model(
         )
     what = f"{key} {model}: its base model"
     base_directory = _directory(what, str(base))
-    names = _check_checkpoint(f"{what} {base}", role, base_directory, looks_local(base), max_response_tokens, engine)
+    names = _check_checkpoint(f"{what} {base}", role, base_directory, looks_local(base), max_response_tokens)
     _check_slices(f"{what} {base}", role, base_directory, tensor)
     if not any(has_tokenizer(adapter) for adapter in adapters):
         check_tokenizer(what, base_directory)
@@ -96,12 +93,10 @@ def _check_slices(what: str, role: Role, directory: Path, tensor: int) -> None:
             )
 
 
-def _check_checkpoint(
-    what: str, role: Role, directory: Path, is_local: bool, max_response_tokens: int, engine: str
-) -> str:
+def _check_checkpoint(what: str, role: Role, directory: Path, is_local: bool, max_response_tokens: int) -> str:
     """Check config.json and the weight files, and return the architectures. Messages start with ``what``."""
     description = _read_json(what, directory / "config.json")
-    reason = _unsupported_reason(role, description, engine)
+    reason = _unsupported_reason(role, description)
     if reason is not None:
         raise ModelError(f"{what}: {reason}")
     if is_local:
@@ -172,15 +167,13 @@ def _directory(what: str, model: str) -> Path:
     return Path(model)
 
 
-def _unsupported_reason(role: Role, description: dict[str, Any], engine: str) -> str | None:
+def _unsupported_reason(role: Role, description: dict[str, Any]) -> str | None:
     """Return why a service of this role cannot use a model with this config.json and what to do, or None."""
     reason = unreadable_reason(description)
     if reason is None and role in (Role.ACTOR, Role.REFERENCE):
         reason = not_causal_reason(description)
     if reason is None and role is Role.CRITIC and (reason := encoder_reason(description)) is not None:
         reason += "; without critic.model the critic starts from the reward model: set critic.model to a causal one"
-    if reason is None and role is Role.ACTOR and engine == "torch":
-        reason = uncacheable_reason(description)
     return reason
 
 

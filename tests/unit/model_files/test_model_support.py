@@ -12,12 +12,11 @@ import pytest
 
 from quartet.contract.status import Role
 from quartet.errors import ModelError
-from quartet.model_files.model_support import not_causal_reason, uncacheable_reason, unreadable_reason
+from quartet.model_files.model_support import not_causal_reason, unreadable_reason
 from quartet.preflight.models import check_model
 from tests.every_case import every_case
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-HYBRID = {"model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"]}
 
 
 def saved(folder: Path, config: dict[str, Any]) -> str:
@@ -31,24 +30,12 @@ def saved(folder: Path, config: dict[str, Any]) -> str:
 @every_case(
     ("config", "why", "remedy"),
     [
-        (
-            {"model_type": "mamba"},
-            "its layers (mamba) keep other state than keys and values",
-            "EleutherAI/pythia-1.4b (gpt_neox)",
-        ),
-        ({"model_type": "jamba"}, "its layers (jamba) keep other state than keys and values", "mistralai/Mistral-7B"),
-        (
-            {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]},
-            "its layers (conv) keep other state than keys and values",
-            "Qwen/Qwen3-1.7B",
-        ),
-        (
-            {**HYBRID, "layer_types": ["mamba", "attention"]},
-            "its layers (mamba) keep other state than keys and values",
-            "ibm-granite/granite-3.3-2b-instruct",
-        ),
-        ({"model_type": "newer", "text_config": {"model_type": "x", "layer_types": ["linear_attention"]}}, "", "Qwen3"),
-        ({"model_type": "xlnet"}, "xlnet generates without a cache of keys and values", "give a newer model"),
+        ({"model_type": "xlnet"}, 'an encoder (xlnet without attn_type: "uni"), whose tokens attend to later', "Qwen3"),
+        ({"model_type": "xlm"}, "an encoder (xlm without causal: true), whose tokens attend to later tokens", "Qwen3"),
+        ({"model_type": "cpmant"}, "an encoder (cpmant), whose tokens attend to later tokens", "Qwen3"),
+        ({"model_type": "gemma4_assistant"}, "a drafter, which reads the hidden states", "give that model"),
+        ({"model_type": "blt"}, "transformers cannot generate with it: DynamicCache reads", "Qwen3"),
+        ({"model_type": "reformer"}, "transformers computes its gradients only in training mode", "Qwen3"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder-decoder model", "give a causal language model"),
         ({"model_type": "bart", "architectures": ["BartForCausalLM"]}, "an encoder-decoder model", "Qwen3"),
         ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, "an encoder (bert without is_decoder", "Qwen3"),
@@ -79,9 +66,6 @@ def test_a_policy_that_cannot_be_used_is_refused_with_reason_and_remedy(
     config: dict[str, Any], why: str, remedy: str, tmp_path: Path
 ) -> None:
     model = saved(tmp_path / "m", {"model_type": "llama", **config})
-    if config["model_type"] == "newer":
-        assert remedy in str(uncacheable_reason(config))
-        return
     with pytest.raises(ModelError) as caught:
         list(check_model("actor.model", Role.ACTOR, model, 8))
     assert str(caught.value).startswith(f"actor.model {model}: {why}")
@@ -94,7 +78,11 @@ def test_a_policy_that_cannot_be_used_is_refused_with_reason_and_remedy(
     [
         LLAMA,
         {**LLAMA, "auto_map": {"AutoModel": "modeling.Model"}},
-        {**HYBRID, "layer_types": ["attention", "attention"]},
+        {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
+        {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
+        {"model_type": "gemma3n_text", "num_kv_shared_layers": 15},
+        {"model_type": "xlnet", "attn_type": "uni"},
+        {"model_type": "xlm", "causal": True},
         {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "layer_types": ["sliding_attention"]},
         {"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": True},
         {
@@ -116,15 +104,6 @@ def test_a_policy_that_cannot_be_used_is_refused_with_reason_and_remedy(
 def test_usable_models_are_accepted(config: dict[str, Any]) -> None:
     assert unreadable_reason(config) is None
     assert not_causal_reason(config) is None
-    assert uncacheable_reason(config) is None
-
-
-def test_only_a_policy_of_the_torch_engine_needs_a_cache_per_token(tmp_path: Path) -> None:
-    model = saved(tmp_path / "m", {"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
-    list(check_model("actor.model", Role.ACTOR, model, 8, "triton"))
-    list(check_model("reference.model", Role.REFERENCE, model, 8))
-    with pytest.raises(ModelError, match="keep other state than keys and values"):
-        list(check_model("actor.model", Role.ACTOR, model, 8, "torch"))
 
 
 def test_positions_under_the_name_of_older_models_are_checked(tmp_path: Path) -> None:

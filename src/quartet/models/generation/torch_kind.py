@@ -27,12 +27,11 @@ def create(config: Config) -> tuple[Engine, ServedModel]:
 def load_detached(config: Config, device: str) -> tuple[DetachedTorchEngine, ServedModel]:
     """Load the initial policy on ``device``, and return the engine around it. Raises ModelError, ConfigError."""
     from quartet.models.generation.torch_engine import DetachedTorchEngine, served_model
-    from quartet.models.weights.loading import check_cacheable_config, load_causal_lm, stop_token_ids
+    from quartet.models.weights.loading import load_causal_lm, stop_token_ids
     from quartet.models.weights.lora import add_adapter
     from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 
     actor, rollout = config.actor, config.rollout
-    check_cacheable_config(actor.model)
     model = load_causal_lm(actor.model, actor.dtype, device)
     lora = actor.lora
     adapter = (

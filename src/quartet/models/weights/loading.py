@@ -27,11 +27,12 @@ from transformers.models.auto.modeling_auto import (
 from quartet.errors import ModelError
 from quartet.model_files.adapter_files import adapter_base, adapter_chain, is_adapter
 from quartet.model_files.hub_models import model_directory
-from quartet.model_files.model_support import not_causal_reason, uncacheable_reason, unreadable_reason
+from quartet.model_files.model_support import not_causal_reason, unreadable_reason
 from quartet.model_files.sharded_files import is_sharded, unloaded_file
 from quartet.model_files.stop_tokens import select_stop_ids
 from quartet.model_files.weight_files import TensorEntry, read_header, read_headers
 from quartet.models.forward.model_capabilities import vocabulary_size
+from quartet.models.forward.packing import hidden_states
 from quartet.models.hf_logging import suppress_hf_logging
 from quartet.models.weights.contents import check_contents, describe_model
 from quartet.models.weights.lora import Adapter, merge_adapter
@@ -120,14 +121,7 @@ def _in_parts(model: str | Path, load: Callable[[str], _Module], device: str, wo
 def check_causal_lm(model: str | Path, loaded: Any) -> None:
     """Raise ModelError if a token's logits depend on the next token, as they do in encoders. Runs one forward pass."""
     with explained(model, "forward pass without an attention mask"), torch.no_grad():
-        _check_causal(model, loaded, lambda ids: loaded(input_ids=ids).logits)
-
-
-def check_cacheable_config(model: str | Path) -> None:
-    """Raise ModelError if the torch engine cannot generate with a model, by its config.json. Loads no weights."""
-    base, _ = adapter_chain(model)
-    with _below(model, base):
-        _refuse(base, uncacheable_reason(_load_config(base).to_dict()))
+        _check_causal(model, loaded, lambda ids: loaded(input_ids=ids, use_cache=False).logits)
 
 
 def load_reward_model(model: str | Path, dtype: str = "float32", device: str = "cpu", workers: Workers = SINGLE) -> Any:
@@ -173,7 +167,7 @@ def load_critic(
 def check_critic(model: str | Path, critic: ValueModel) -> None:
     """Raise ModelError if the critic cannot compute values, or if they depend on the next token. Runs one forward pass."""
     with explained(model, "forward pass of the backbone"), torch.no_grad():
-        _check_causal(model, critic.backbone, lambda ids: critic.backbone(input_ids=ids).last_hidden_state)
+        _check_causal(model, critic.backbone, lambda ids: hidden_states(critic.backbone, ids))
 
 
 def _critic(model: str | Path, dtype: str, device: str, load_lm: Callable[..., Any]) -> ValueModel:

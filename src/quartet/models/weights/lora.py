@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
+import inspect
 import json
 import math
+import re
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -289,14 +293,15 @@ def _on(model: Any, settings: peft.LoraConfig) -> Any:
     """Wrap ``model`` in a peft model, which replaces its targeted layers. Raises ModelError."""
     import peft
 
+    # peft refuses the output projections of Mamba layers, because fused kernels bypass them in training mode. Models here stay in
+    # evaluation mode.
+    peft.LoraModel._check_target_module_compatiblity = _accept  # type: ignore[assignment, method-assign]
     with warnings.catch_warnings():
         # peft warns about its own changes and about what is checked below. Users of a run cannot act on these warnings.
         warnings.simplefilter("ignore")
         wrapped: Any = peft.get_peft_model(model, settings, _NAME)
     model.eval()
-    uses: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, layer in _layers(model).items():
         if uses[id(_weight(layer))] > 1:
             raise ModelError(
@@ -307,6 +312,10 @@ def _on(model: Any, settings: peft.LoraConfig) -> Any:
             layer.register_forward_pre_hook(_start_sum)
             layer.register_forward_hook(_end_sum, always_call=True)
     return wrapped
+
+
+def _accept(*_: Any) -> Any:
+    pass
 
 
 def _start_sum(*_: Any) -> None:
@@ -344,17 +353,22 @@ def _targets(model: Any, target_modules: Sequence[str]) -> tuple[set[str], set[s
     projection = model.get_output_embeddings()
     modules = dict(model.named_modules())
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and _is_linear(module)}
+    bypassed = {name for name in linear if _is_bypassed(modules, name)}
+    linear -= bypassed
     # Outside the language model of a multimodal model.
     frozen = {name for name in linear if not modules[name].weight.requires_grad}
     experts = {
         f"{name}.{parameter}"
         for name, module in modules.items()
-        if not type(module).__module__.startswith("torch.nn.")
+        if "Expert" in type(module).__name__
         for parameter, value in module.named_parameters(recurse=False)
         if value.ndim == 3
     }
     if not target_modules:
-        every = {name for name in linear - frozen if modules[name] is not projection}
+        uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        every = {
+            name for name in linear - frozen if modules[name] is not projection and uses[id(modules[name].weight)] == 1
+        }
         if not every | experts:
             raise ModelError(f"lora: {type(model).__name__} has no linear layer for an adapter")
         return every, experts
@@ -365,7 +379,9 @@ def _targets(model: Any, target_modules: Sequence[str]) -> tuple[set[str], set[s
             known = sorted({name.rpartition(".")[2] for name in linear | experts})
             reason = "no layer has this name"
             if matching:
-                reason = f"{min(matching - linear - experts)} is not a linear layer"
+                name = min(matching - linear - experts)
+                is_bypassed = "is read by its parent, which never calls it, so an adapter has no effect"
+                reason = f"{name} {is_bypassed if name in bypassed else 'is not a linear layer'}"
             raise ModelError(
                 f"lora.target_modules {target!r}: {reason} in {type(model).__name__}; linear layers are, for example, "
                 f"{', '.join(known[:_EXAMPLES])}"
@@ -383,6 +399,25 @@ def _is_linear(module: nn.Linear | Conv1D) -> bool:
         return isinstance(module(module.weight.new_zeros(1, module.weight.shape[1])), torch.Tensor)
     except (RuntimeError, TypeError, ValueError, IndexError):
         return False
+
+
+def _is_bypassed(modules: dict[str, nn.Module], name: str) -> bool:
+    """Return whether the layer's parent multiplies with its weight itself, as Mamba's does with dt_proj.
+
+    tests/architectures checks that every adapter has an effect.
+    """
+    parent, _, attribute = name.rpartition(".")
+    kind: Any = type(modules[parent])
+    weight = rf"\bself\.{attribute}\.weight\b"
+    return bool(re.search(rf"{weight} @|\blinear\(.*{weight}", _source_of(kind)))
+
+
+@functools.cache
+def _source_of(kind: Any) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # a class made at run time
+        return ""
 
 
 def _short_names(chosen: set[str], every: set[str], parts: int) -> set[str]:
