@@ -20,7 +20,7 @@ from quartet.planner.plan import Phase, Plan, make_plan
 from quartet.planner.proposal import proposed_config, proposed_settings, requirements
 from quartet.system.durable_files import write_durably
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 WIDTH = 160
 """Columns of the tables if the output is not a terminal."""
 
@@ -82,6 +82,14 @@ def describe(result: Plan) -> list[str | Table]:
         "",
         _phases(result),
     ]
+    actor = load.role(Role.ACTOR)
+    if load.generates and actor is not None and (fixed := actor.shape.state.fixed_bytes(actor.dtype_bytes)):
+        kept = actor.shape.state.token_bytes(actor.dtype_bytes, load.longest, load.engine != "torch")
+        items += [
+            "",
+            f"State of each sequence of actor: {fixed / MIB:.1f} MiB of recurrent and convolution states, and up to "
+            f"{kept / MIB:.1f} MiB that grow with its {load.longest} tokens.",
+        ]
     if load.remote:
         items += ["", f"Not in the plan, because they have an address: {', '.join(load.remote)}."]
     if not load.generates:

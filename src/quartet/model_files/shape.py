@@ -1,6 +1,7 @@
-"""Sizes of a model from its config.json: parameters, key-value cache, and bytes saved for the backward pass. Imports no torch.
+"""Sizes of a model from its config.json: parameters, state of a sequence, bytes saved for the backward pass. Imports no torch.
 
-A test compares the numbers of parameters with the modules of transformers, and the saved bytes with measured ones.
+The formulas are for the model types of ``FAMILIES``. `quartet.planner.measured_shape` measures all others. A test compares the
+numbers of parameters with the modules of transformers, and the saved bytes with measured ones.
 """
 
 from __future__ import annotations
@@ -101,10 +102,40 @@ _PLAIN_MLP_TENSORS = {"gelu_new": 5, "gelu_fast": 6}
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceState:
+    """What generation keeps of a sequence, in elements of the model's precision: keys and values, index keys, recurrent states.
+
+    ``token``: elements per token. ``windows``: elements per token in layers that attend to a window, by the window's tokens.
+    ``fixed``: elements that do not depend on the length, and ``float32`` those that are in float32 for every precision.
+    """
+
+    token: float
+    windows: tuple[tuple[int, float], ...] = ()
+    fixed: int = 0
+    float32: int = 0
+
+    def fixed_bytes(self, dtype_bytes: int) -> int:
+        """Return the bytes of a sequence that do not depend on its length: recurrent and convolution states."""
+        return dtype_bytes * self.fixed + FLOAT32_BYTES * self.float32
+
+    def token_bytes(self, dtype_bytes: int, tokens: float, drops_tokens: bool) -> float:
+        """Return the bytes of a sequence that depend on its ``tokens``.
+
+        ``drops_tokens``: the engine keeps only the tokens of a window. The torch engine keeps all.
+        """
+        kept = sum(size * (min(window, tokens) if drops_tokens else tokens) for window, size in self.windows)
+        return dtype_bytes * (self.token * tokens + kept)
+
+    def bytes(self, dtype_bytes: int, tokens: float, drops_tokens: bool = False) -> float:
+        """Return the bytes of a sequence of ``tokens`` tokens."""
+        return self.token_bytes(dtype_bytes, tokens, drops_tokens) + self.fixed_bytes(dtype_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of a decoder. ``experts`` is 0 for a dense model. ``sparse_layers`` of the layers have experts.
 
-    ``packs``: updates pack sequences in one row without pads (ADR 42).
+    ``packs``: updates pack sequences in one row without pads (ADR 42). ``windowed_layers`` attend to ``window`` tokens.
     """
 
     kind: str
@@ -129,6 +160,8 @@ class ModelShape:
     expert_intermediate: int = 0
     shared_intermediate: int = 0
     sparse_layers: int = 0
+    windowed_layers: int = 0
+    window: int = 0
 
     @property
     def query(self) -> int:
@@ -151,9 +184,20 @@ class ModelShape:
         return self.hidden * self.vocabulary
 
     @property
-    def active_layer_matrices(self) -> int:
-        """Weights in the matmuls of an average layer that one token uses."""
-        return self._matrices(self.active_experts)
+    def attention_layers(self) -> int:
+        """Layers that attend to other tokens."""
+        return self.layers
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of the experts that are chosen for each token, in all layers."""
+        return self.sparse_layers * self.experts * self._mlp(self.expert_intermediate)
+
+    @property
+    def state(self) -> SequenceState:
+        """What generation keeps of a sequence."""
+        layer, windowed = 2.0 * self.key, self.windowed_layers
+        return SequenceState(layer * (self.layers - windowed), ((self.window, layer * windowed),) if windowed else ())
 
     @property
     def layer_parameters(self) -> int:
@@ -192,7 +236,7 @@ class ModelShape:
 
     def matmul_weights(self) -> int:
         """Return the weights that each token is multiplied with, without the vocabulary projection."""
-        return self.layers * self.active_layer_matrices
+        return self.layers * self._matrices(self.active_experts)
 
     def lora_parameters(self, rank: int) -> int:
         """Return the parameters of adapters of this rank on all linear layers and experts of the decoder."""
@@ -208,10 +252,6 @@ class ModelShape:
             sparse += mlp(self.shared_intermediate, False) + self.hidden + 1
         dense = (self.layers - self.sparse_layers) * mlp(self.intermediate, self.family.fused)
         return rank * (self.layers * attention + dense + self.sparse_layers * sparse)
-
-    def key_value_bytes(self, dtype_bytes: int) -> int:
-        """Return the bytes of the key-value cache per token."""
-        return 2 * self.layers * self.key * dtype_bytes
 
     def saved_layer_bytes(self, dtype_bytes: int, longest: int, tensor: int = 1) -> float:
         """Return the bytes per token that a layer saves for the backward pass.
@@ -284,9 +324,10 @@ class DecoderSizes:
     head_size: int
     vocabulary: int
 
-    def key_value_bytes(self, dtype_bytes: int) -> int:
-        """Return the bytes of the key-value cache per token."""
-        return 2 * self.layers * self.key_value_heads * self.head_size * dtype_bytes
+    @property
+    def state(self) -> SequenceState:
+        """What generation keeps of a sequence if every layer keeps keys and values."""
+        return SequenceState(2.0 * self.layers * self.key_value_heads * self.head_size)
 
 
 def decoder_sizes(description: Mapping[str, Any], where: str) -> DecoderSizes:
@@ -322,7 +363,7 @@ def model_shape(description: Mapping[str, Any], where: str) -> ModelShape:
         known = ", ".join(FAMILIES)
         raise ConfigError(
             f"{where}: config.json has model_type {kind!r}, which the planner cannot count; expected one of {known}; plan with a "
-            "model of the same size of one of these types"
+            "model of the same size of one of these types, or install quartet-rlhf[train], which counts every causal type"
         )
     family = FAMILIES[kind]
     keys, sizes = _keys(description, family, where), decoder_sizes(description, where)
@@ -330,6 +371,8 @@ def model_shape(description: Mapping[str, Any], where: str) -> ModelShape:
     bias = keys.flag("attention_bias", family.output_bias)
     experts = keys.count("num_experts", 8 if kind == "mixtral" else 0) if "moe" in kind or kind == "mixtral" else 0
     intermediate = keys.count("intermediate_size", 4 * hidden if kind == "gpt2" else None)
+    kinds = keys.values.get("layer_types")
+    windowed = kinds.count("sliding_attention") if isinstance(kinds, list) else 0
     return ModelShape(
         kind=kind,
         family=family,
@@ -353,6 +396,8 @@ def model_shape(description: Mapping[str, Any], where: str) -> ModelShape:
         expert_intermediate=keys.count("moe_intermediate_size", intermediate) if experts else 0,
         shared_intermediate=keys.count("shared_expert_intermediate_size", 0) if experts else 0,
         sparse_layers=_sparse_layers(keys, layers) if experts else 0,
+        windowed_layers=windowed,
+        window=keys.count("sliding_window") if windowed else 0,
     )
 
 

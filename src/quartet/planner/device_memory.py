@@ -194,20 +194,24 @@ def forward_bytes(shape: ModelShape, dtype_bytes: int, tokens: int) -> float:
 
 
 def cache_bytes(work: RoleWork, load: Workload, sequences: int, tensor: int) -> float:
-    """Return the bytes of the key-value cache of ``sequences`` sequences of the maximum length on one device."""
-    heads = max(1, min(tensor, work.shape.key_value_heads))
-    return sequences * load.longest * work.shape.key_value_bytes(work.dtype_bytes) / heads
+    """Return the bytes of the states of ``sequences`` sequences of the maximum length on one device of an engine like vLLM.
+
+    Keys and values are divided by heads; recurrent and convolution states are divided by channels.
+    """
+    state, heads = work.shape.state, max(1, min(tensor, work.shape.key_value_heads))
+    kept = state.token_bytes(work.dtype_bytes, load.longest, drops_tokens=True) / heads
+    return sequences * (kept + state.fixed_bytes(work.dtype_bytes) / tensor)
 
 
 def engine_cache_bytes(
     sizes: DecoderSizes | ModelShape, dtype_bytes: int, rows: int, columns: int, graphs: bool
 ) -> int:
-    """Return the bytes that the torch engine keeps between generations: key-value cache, logits, and on a GPU graphs.
+    """Return the bytes that the torch engine keeps between generations: states of sequences, logits, and on a GPU graphs.
 
     ``rows``: concurrent sequences; ``columns``: tokens of the longest one.
     """
     columns = graph_columns(columns) if graphs else -(-columns // CACHE_COLUMNS) * CACHE_COLUMNS
-    buffers = rows * (columns * sizes.key_value_bytes(dtype_bytes) + sizes.vocabulary * dtype_bytes)
+    buffers = math.ceil(rows * (sizes.state.bytes(dtype_bytes, columns) + sizes.vocabulary * dtype_bytes))
     column_sizes = math.ceil(columns / 64) if columns <= 1024 else 16 + 8 * math.ceil(math.log2(columns / 1024))
     captured = 2 * (column_sizes + rows.bit_length()) if graphs else 0
     return buffers + captured * sizes.layers * GRAPH_LAYER_BYTES

@@ -18,8 +18,9 @@ from quartet.contract.status import TRAINED_ROLES, Role
 from quartet.errors import ConfigError
 from quartet.model_files.hub_models import looks_local
 from quartet.model_files.memory import DTYPE_BYTES, training_state
-from quartet.model_files.shape import FLOAT32_BYTES, decoder_sizes
+from quartet.model_files.shape import FLOAT32_BYTES, DecoderSizes, ModelShape, decoder_sizes
 from quartet.planner.device_memory import CONTEXT_BYTES, engine_cache_bytes, trained_state
+from quartet.planner.measured_shape import shape_of
 from quartet.planner.workload import (
     configured_parallel,
     max_concurrent_sequences,
@@ -164,15 +165,15 @@ def generates_on_its_device(config: Config) -> bool:
 
 
 def torch_cache_bytes(config: Config, on_gpu: bool = True) -> int:
-    """Return the bytes that the torch engine keeps between generations: key-value cache, logits, on a GPU graphs, and the merged
-    weights of rollout.merge_adapter.
+    """Return the bytes that the torch engine keeps between generations: states of sequences, logits, on a GPU graphs, and the
+    merged weights of rollout.merge_adapter.
 
     0 if the actor's config.json cannot be read.
     """
     if config.rollout.engine != "torch":
         return 0
     try:
-        sizes = decoder_sizes(read_description("actor.model", config.actor.model), f"actor.model {config.actor.model}")
+        sizes = _decoder_sizes(config)
     except ConfigError:
         return 0
     cache = engine_cache_bytes(sizes, DTYPE_BYTES[config.actor.dtype], *cache_shape(config), graphs=on_gpu)
@@ -180,6 +181,15 @@ def torch_cache_bytes(config: Config, on_gpu: bool = True) -> int:
         return cache
     merged = _model_memory(config, Role.GENERATOR, "actor.model", config.actor.model, on_gpu)
     return cache + (merged.weights if merged else 0)
+
+
+def _decoder_sizes(config: Config) -> DecoderSizes | ModelShape:
+    """Return the sizes of the actor, or those that its config.json names if it cannot be counted. Raises ConfigError."""
+    description, where = read_description("actor.model", config.actor.model), f"actor.model {config.actor.model}"
+    try:
+        return shape_of(description, where)
+    except ConfigError:
+        return decoder_sizes(description, where)
 
 
 def cache_shape(config: Config) -> tuple[int, int]:

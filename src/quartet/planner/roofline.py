@@ -85,7 +85,7 @@ def longest_of(**seconds: float) -> Seconds:
 
 def attention_flops(shape: ModelShape, tokens: float, context: float) -> float:
     """Return the FLOPs of causal attention in a forward pass: scores and outputs, half of the pairs in ``context`` tokens."""
-    return 2 * shape.layers * shape.query * tokens * context
+    return 2 * shape.attention_layers * shape.query * tokens * context
 
 
 def forward_flops(shape: ModelShape, tokens: float, logit_tokens: float, context: float) -> float:
@@ -95,14 +95,13 @@ def forward_flops(shape: ModelShape, tokens: float, logit_tokens: float, context
 
 
 def decode_bytes(shape: ModelShape, dtype_bytes: int, sequences: float, context: float) -> float:
-    """Return the bytes that a decode step reads: the weights once, of experts those that are used, and the key-value cache."""
+    """Return the bytes that a decode step reads: the weights once, of experts those that are used, and the state of sequences."""
     weights = shape.layer_parameters + shape.head_parameters
     if shape.experts:
         # The fraction of experts that at least one of the sequences uses, for uniform routing.
         used = 1 - (1 - shape.active_experts / shape.experts) ** sequences
-        per_expert = (2 + shape.family.gated) * shape.hidden * shape.expert_intermediate
-        weights -= (1 - used) * shape.sparse_layers * shape.experts * per_expert
-    return weights * dtype_bytes + sequences * context * shape.key_value_bytes(dtype_bytes)
+        weights -= (1 - used) * shape.expert_parameters
+    return weights * dtype_bytes + sequences * shape.state.bytes(dtype_bytes, context)
 
 
 def decode_seconds(

@@ -14,7 +14,8 @@ from quartet.errors import ConfigError, ModelError
 from quartet.model_files.adapter_files import adapter_chain
 from quartet.model_files.hub_models import cached_snapshot, looks_local
 from quartet.model_files.memory import DTYPE_BYTES
-from quartet.model_files.shape import ModelShape, model_shape
+from quartet.model_files.shape import ModelShape
+from quartet.planner.measured_shape import shape_of
 from quartet.planner.roofline import Parallel
 
 EXTERNAL_ENGINES = ("triton", "vllm-server", "sglang-server")
@@ -161,7 +162,7 @@ def _roles(config: Config, skip_uncounted: bool) -> list[RoleWork]:
 
 def model_work(config: Config, key: str, model: str) -> RoleWork:
     """Return the model under a key of ``config.models``. Raises ConfigError if it cannot be counted."""
-    shape = model_shape(read_description(key, model), f"{key} {model}")
+    shape = shape_of(read_description(key, model), f"{key} {model}")
     return role_work(config, key, Role(key.partition(".")[0]), shape, starts_from_reward=model == config.reward.model)
 
 

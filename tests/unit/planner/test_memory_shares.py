@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,11 @@ def test_a_policy_of_1_5_billion_parameters_fits_one_gpu_with_its_critic(checkpo
     assert 80 * GIB / 4 < 27e9 < share.bytes(80 * GIB) < 40 * GIB
 
 
-def test_a_model_that_the_planner_cannot_count_is_counted_by_its_files(checkpoints: Path, tmp_path: Path) -> None:
+def test_a_model_that_the_planner_cannot_count_is_counted_by_its_files(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny.saved(tiny.causal("bloom"), tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     models = {"actor": {"model": str(tmp_path), "dtype": "bfloat16"}, "critic": {"model": str(tmp_path)}}
     actor, critic = (role_memory(make(checkpoints, **models), role) for role in (Role.ACTOR, Role.CRITIC))
     assert actor is not None

@@ -16,6 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from quartet.cli.main import app
+from quartet.cli.plan import describe
 from quartet.config.loading import config_of, load_config
 from quartet.config.root import Config
 from quartet.contract.status import Role
@@ -385,3 +386,26 @@ def test_the_plans_on_the_page_are_those_of_the_command() -> None:
     for command, expected in plans:
         printed = run(*command.split()[1:])
         assert [line.rstrip() for line in printed.splitlines()] == expected.splitlines(), command
+
+
+def test_a_hybrid_model_has_a_plan_with_the_state_of_a_sequence(make_config: Any, tmp_path: Path) -> None:
+    (tmp_path / "lfm2").mkdir()
+    kinds = {
+        "num_hidden_layers": 2,
+        "layer_types": ["conv", "full_attention"],
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+    }
+    sizes = {"vocab_size": 32_000, "intermediate_size": 2048, "num_key_value_heads": 4, "conv_L_cache": 3}
+    (tmp_path / "lfm2/config.json").write_text(json.dumps({"model_type": "lfm2", **kinds, **sizes}))
+    models = [f"{role}.model={tmp_path / 'lfm2'}" for role in ("actor", "reward")]
+    result = make_plan(make_config(*models), parse_gpus("H100-80GB"))
+    check_fits(result)
+    actor = result.load.role(Role.ACTOR)
+    assert actor is not None
+    # One layer with keys and values of 4 heads of 64 per token, one with the last 3 inputs of its convolution.
+    assert actor.shape.state.bytes(2, 100) == 2 * (100 * 2 * 4 * 64 + 3 * 1024)
+    [line] = [item for item in describe(result) if isinstance(item, str) and item.startswith("State of each sequence")]
+    assert line.endswith(
+        "0.0 MiB of recurrent and convolution states, and up to 0.4 MiB that grow with its 384 tokens."
+    )
