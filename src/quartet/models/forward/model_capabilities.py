@@ -51,6 +51,12 @@ def backbone(model: Any) -> Any:
     return backbone(model.get_decoder()) if is_wrapper and model.get_decoder() is not model else base
 
 
+def is_encoder_classifier(model: Any) -> bool:
+    """Return whether a model is a classifier that reads whole texts under a mask, not the hidden state of their last token."""
+    is_classifier = "ForSequenceClassification" in type(model).__name__
+    return is_classifier and not isinstance(getattr(model, "score", None), nn.Module)
+
+
 def has_experts(model: nn.Module) -> bool:
     """Return whether the model is a mixture of experts, whose experts compute as many rows as a batch routes to them."""
     return any(

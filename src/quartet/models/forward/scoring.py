@@ -15,7 +15,7 @@ from quartet.contract.trajectory import TokenBatch
 from quartet.errors import ComputationFailed
 from quartet.models.forward.batching import MicroBatch, micro_batches, right_pad
 from quartet.models.forward.log_probs import forward_log_probs
-from quartet.models.forward.model_capabilities import check_batch, device_of
+from quartet.models.forward.model_capabilities import check_batch, device_of, is_encoder_classifier
 from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.packing import hidden_states
 from quartet.models.value_head import ValueModel
@@ -103,8 +103,8 @@ def sequence_score_passes(
     """
     check_batch(reward_model, batch)
     result = np.zeros(len(batch), np.float32)
-    is_decoder = isinstance(getattr(reward_model, "score", None), nn.Module)
-    passes = (_decoder_passes if is_decoder else _encoder_passes)(reward_model, batch, max_tokens, workers)
+    reads_whole = is_encoder_classifier(reward_model)
+    passes = (_encoder_passes if reads_whole else _decoder_passes)(reward_model, batch, max_tokens, workers)
     with torch.inference_mode():
         following = next(passes, None)
     while following is not None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from quartet.errors import ModelError
 from quartet.models.forward.log_probs import head_is_separate
-from quartet.models.forward.model_capabilities import backbone, device_of, vocabulary_size
+from quartet.models.forward.model_capabilities import backbone, device_of, is_encoder_classifier, vocabulary_size
 from quartet.models.forward.packing import TOLERANCE, hidden_states, supports_packing
 from quartet.models.training.activation_checkpointing import transformer_layers
 from quartet.models.training.optimizer import MasterWeightAdamW
@@ -89,7 +89,8 @@ def shard_model(
         workers.evaluate(lambda: check_slices(model, group, expected))
         check_gradients(model, workers)
     # These trials are cached by model. Later they would run in the middle of another pass.
-    workers.evaluate(lambda: supports_packing(model))
+    if not is_encoder_classifier(model):
+        workers.evaluate(lambda: supports_packing(model))
     if not isinstance(model, ValueModel):
         workers.evaluate(lambda: head_is_separate(model))
 
