@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +130,7 @@ def _experts(model: nn.Module) -> list[nn.Parameter]:
     return [
         value
         for module in model.modules()
-        if not type(module).__module__.startswith("torch.nn.")
+        if "Expert" in type(module).__name__
         for value in module.parameters(recurse=False)
         if value.ndim == 3
     ]
@@ -150,7 +150,14 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _adapted(model: nn.Module, projection: Any) -> int:
     """Return the inputs and outputs of the matrices that `quartet.models.weights.lora` adapts by default."""
-    linear: list[Any] = [module for module in model.modules() if module is not projection and _is_linear(module)]
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    linear: list[Any] = [
+        module
+        for name, module in model.named_modules()
+        # The parents of dt_proj multiply with its weight themselves.
+        if module is not projection and _is_linear(module) and name.rpartition(".")[2] != "dt_proj"
+    ]
+    linear = [module for module in linear if uses[id(module.weight)] == 1]
     sizes = sum(sum(module.weight.shape) for module in linear)
     return sizes + sum(value.shape[0] * sum(value.shape[1:]) for value in _experts(model))
 

@@ -197,7 +197,9 @@ def test_an_engine_that_drops_tokens_keeps_a_window_and_the_torch_engine_all() -
     assert state.bytes(2, 100, drops_tokens=True) == 2 * (100 + WINDOW) * size
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "jamba", "deepseek_v32", "gemma3n_text", "lfm2_moe"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_next", "kimi_linear", "jamba", "zamba2", "mamba2", "recurrent_gemma", "gemma3n_text", "lfm2_moe"]
+)
 def test_the_parameters_of_adapters_equal_those_of_the_trained_modules(kind: str) -> None:
     model = build(kind, torch.float32)
     add_adapter(model, "base", 4, 8.0)
