@@ -16,12 +16,19 @@ from torch import nn
 from quartet.contract.trajectory import TokenBatch
 from quartet.errors import InvalidRequest
 
+_WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
 
-def attends_to_all(model: Any) -> bool:
-    """Return whether every layer of the model attends to all previous tokens, without a sliding window."""
+
+def attends_to_all(model: Any, beside_states: bool = False) -> bool:
+    """Return whether every layer of the model attends to all previous tokens, without a sliding window or an index.
+
+    ``beside_states``: whether every layer that has attention does, beside layers and parts of layers that keep a state.
+    """
     config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    return set(kinds) == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if beside_states and kinds:
+        return kinds - _WITHOUT_ATTENTION <= {"full_attention", "hybrid"}
+    return kinds == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
 
 
 @contextmanager

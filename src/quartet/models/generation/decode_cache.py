@@ -76,11 +76,6 @@ def attends(model: Any) -> bool:
     return any(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=model.config).layers)
 
 
-def has_windows(model: Any) -> bool:
-    """Return whether a layer attends to a window of the tokens."""
-    return any(type(layer) in _WITHOUT_WINDOW for layer in DynamicCache(config=model.config).layers)
-
-
 class Step(NamedTuple):
     """The part of the memory that one step of decoding uses.
 

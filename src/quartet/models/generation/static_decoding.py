@@ -26,13 +26,14 @@ from quartet.contract.arrays import IntArray
 from quartet.model_files.memory import CACHE_COLUMNS, graph_columns
 from quartet.models.forward.model_capabilities import (
     accepts_argument,
+    attends_to_all,
     attention_implementation,
     device_of,
     vocabulary_size,
 )
 from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.packing import TOLERANCE
-from quartet.models.generation.decode_cache import BatchCache, Step, attends, cache_argument, has_windows, prefill_cache
+from quartet.models.generation.decode_cache import BatchCache, Step, attends, cache_argument, prefill_cache
 from quartet.models.generation.recording import NotRecordable, record
 
 log = structlog.get_logger()
@@ -349,8 +350,8 @@ def unsupported_reason(model: Any, graphs: bool) -> str | None:
     Raises OutOfMemoryError if the trial does: the results of a run must not depend on the free memory.
     """
     supported = accepts_argument(model, "position_ids") and _implementation(model) == "sdpa"
-    if attends(model) and (has_windows(model) or not supported):
-        return "attention with a window, positions from the padding mask, or an attention other than sdpa"
+    if attends(model) and not (supported and attends_to_all(model, beside_states=True)):
+        return "attention with a window or an index, positions from the padding mask, or an attention other than sdpa"
     try:
         difference = _difference(model, StaticDecoder(model, graphs, checked=True))
     except torch.OutOfMemoryError:

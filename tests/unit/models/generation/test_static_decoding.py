@@ -301,3 +301,9 @@ def test_graphs_on_a_gpu_draw_the_same_tokens_as_ordinary_decoding(kind: str) ->
         result = tiny.generated(engine, requests)
         assert tokens(result) == tokens(expected)
         assert np.allclose(log_probs(result), log_probs(expected), atol=1e-4)
+
+
+def test_attention_with_an_index_is_unsupported_although_short_sequences_show_no_difference() -> None:
+    reason = unsupported_reason(tiny.causal("deepseek_v32"), graphs=False)
+    assert reason is not None
+    assert reason.startswith("attention with a window or an index")

@@ -43,7 +43,7 @@ def test_a_trial_that_fails_is_declared_with_the_processor(failing: None) -> Non
     ("kind", "reason"),
     [
         ("mixtral", "not run: the model is a mixture of experts"),
-        ("bloom", "not run: decodes without static buffers: attention with a window, positions from the padding mask"),
+        ("bloom", "not run: decodes without static buffers: attention with a window or an index, positions"),
     ],
 )
 def test_a_model_that_cannot_be_batch_invariant_is_declared_with_the_reason(kind: str, reason: str) -> None:
