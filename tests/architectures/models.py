@@ -317,10 +317,10 @@ def auto_class(kind: str) -> Any:
     return transformers.AutoModelForMultimodalLM if is_multimodal else transformers.AutoModelForCausalLM
 
 
-def causal_lm(kind: str) -> Any:
+def causal_lm(kind: str, **changes: Any) -> Any:
     """Return a tiny causal LM with random weights, in evaluation mode."""
     torch.manual_seed(0)
-    return auto_class(kind).from_config(tiny_config(kind)).eval()
+    return auto_class(kind).from_config(tiny_config(kind, **changes)).eval()
 
 
 def classifier(kind: str) -> Any | None:

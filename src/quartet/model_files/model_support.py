@@ -57,9 +57,7 @@ _ENCODERS = {
         ),
         ("is_decoder", True),
     ),
-    "xlm": ("causal", True),
-    "xlnet": ("attn_type", "uni"),
-    "cpmant": None,
+    **dict.fromkeys(("cpmant", "xlm", "xlnet")),
 }
 """Model types whose tokens attend to later tokens, with the setting in config.json that makes them causal, if there is one."""
 

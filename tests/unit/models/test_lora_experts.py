@@ -25,6 +25,7 @@ from quartet.models.weights import lora
 from quartet.models.weights.loading import load_causal_lm
 from quartet.models.weights.lora import add_adapter, matrices_without_adapter
 from quartet.weight_transfer.tensors import combined_digest
+from tests.architectures import models
 from tests.unit.models import tiny
 from tests.unit.models.adapters import ALPHA, IDS, RANK, adapted, files, learn, optimizer_of, same, snapshot, weight_set
 from tests.unit.models.saving import save_adapter, save_optimizer, save_policy
@@ -222,3 +223,12 @@ def test_an_engine_for_adapters_of_linear_layers_refuses_experts() -> None:
         ModelError, match=r"experts\.\w+ gets an adapter as a parameter.*set actor\.lora\.target_modules"
     ):
         lora_tensors(adapted("mixtral")[1])
+
+
+def test_layers_that_peft_leaves_out_are_an_error() -> None:
+    # Without a layer of experts, peft takes the layers of these names for experts nevertheless.
+    model = models.causal_lm("beam", mlp_layer_types=["dense", "dense"])
+    with pytest.raises(
+        ModelError, match=r"peft takes other layers of BeamForCausalLM .* model\.layers\.0\.mlp\.down_proj; set"
+    ):
+        add_adapter(model, "base", 2, 4.0)

@@ -242,6 +242,12 @@ def add_adapter(
         task_type="FEATURE_EXTRACTION" if model.get_output_embeddings() is None else "CAUSAL_LM",
     )
     adapter = Adapter(_on(model, settings), base)
+    # peft renames targets of some mixture-of-experts models, see _EXPERT_NAMES.
+    if wrong := _layers(model).keys() ^ parameters.union(f"{name}.weight" for name in layers):
+        raise ModelError(
+            f"lora: peft takes other layers of {type(model).__name__} than the chosen ones, among them "
+            f"{min(wrong).removesuffix('.weight')}; set lora.target_modules to other layers"
+        )
     with torch.no_grad():
         for name, layer in _layers(model).items():
             matrix = layer.lora_A[_NAME].weight
