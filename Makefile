@@ -25,6 +25,8 @@ FAST := $(addprefix tests/,contract rewards/test_quotes.py rewards/test_shadow.p
 	$(addprefix unit/,config data planner ppo test_reward_weights.py))
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Images of containers set it. Every process of the tests would compile the modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo test test-fast test-all check format generate proto architectures docs chaos parity mutation engines e2e-compose
 .DEFAULT_GOAL := help
