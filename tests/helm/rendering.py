@@ -57,7 +57,7 @@ def checks() -> helm_python.Chart:
 
 def example(name: str) -> Values:
     """Return the values of an example."""
-    values: Values = yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text(encoding="utf-8"))
+    values: Values = json.loads(_parsed((CHART / "examples" / f"{name}.yaml").read_text(encoding="utf-8")))[0]
     return values
 
 
@@ -92,15 +92,7 @@ def _rendered(values: str) -> dict[str, str]:
 
 def manifests(values: Values, cluster: helm_python.Config | None = None) -> list[Manifest]:
     """Return every rendered object, including those of ``helm test``."""
-    result: list[Manifest] = (
-        json.loads(_manifests(json.dumps(values))) if cluster is None else objects(texts(values, cluster))
-    )
-    return result
-
-
-@cache
-def _manifests(values: str) -> str:
-    return json.dumps(objects(_rendered(values)))
+    return objects(texts(values, cluster))
 
 
 def objects(rendered: dict[str, str]) -> list[Manifest]:
@@ -109,9 +101,16 @@ def objects(rendered: dict[str, str]) -> list[Manifest]:
         document
         for name, text in sorted(rendered.items())
         if name.endswith(".yaml")
-        for document in yaml.load_all(text, Loader=_LOADER)
+        for part in text.split("\n---\n")
+        for document in json.loads(_parsed(part))
         if document
     ]
+
+
+@cache
+def _parsed(text: str) -> str:
+    """Return the documents in a text as JSON. Most releases of the tests share most objects."""
+    return json.dumps(list(yaml.load_all(text, Loader=_LOADER)))
 
 
 def refusal(values: Values) -> str:
