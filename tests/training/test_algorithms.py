@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from quartet.config.layout import model_roles
 from quartet.contract.status import Role
+from quartet.demo import pretraining
 from quartet.demo.toy_task import ToyTask
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, run_to_completion
@@ -52,6 +55,25 @@ def test_each_estimator_trains_the_policy_and_only_gae_a_critic(name: str, make:
         assert critic_metrics & set(step) == (critic_metrics if name == "gae" else set())
         assert {"entropy", "kl_mean", "entropy_slope", "distinct_2", "rollout_mismatch_kl"} <= set(step)
     assert not run.progress.alerts
+
+
+def test_a_hybrid_policy_is_trained_with_a_critic_of_its_type(
+    make: MakeConfig, toy_task: ToyTask, tmp_path: Path
+) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(toy_task.policy)
+    hybrid = {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    shape = pretraining.Shape(hidden=32, heads=2, positions=64, config=hybrid)
+    model = pretraining.train_causal_lm([[3, 4, 5]], tokenizer, shape, pretraining.Schedule(steps=1))
+    pretraining.save_checkpoint(model, tokenizer, tmp_path / "hybrid")
+    run = run_to_completion(make(actor={"model": str(tmp_path / "hybrid")}, critic={"model": str(tmp_path / "hybrid")}))
+    trained = safetensors.torch.load_file(run.files.policy / "model.safetensors")
+    before = model.state_dict()
+    convolutions = [name for name in trained if "conv" in name]
+    assert convolutions
+    assert all(not torch.equal(trained[name], before[name]) for name in convolutions)
+    for step in run.metrics:
+        assert abs(step["rollout_mismatch_kl"]) < 1e-9, "generation and updates must compute the same log-probs"
+        assert step["grad_norm_critic"] > 0
 
 
 def test_samples_of_one_prompt_are_adjacent(make: MakeConfig) -> None:

@@ -2,17 +2,17 @@
 
 Every function is a pure function of its arguments. Training runs on one thread, so a seed gives the same bits for any number of
 cores of one machine. Sequences are token lists without BOS. Complete sequences end in EOS: the policy learns to stop, and the
-reward model scores a finished response at its EOS. Models are Llamas without dropout, with separate pad and EOS tokens. They are
-saved with ``save_pretrained`` as safetensors, next to their tokenizer.
+reward model scores a finished response at its EOS. Models are Llamas without dropout, with separate pad and EOS tokens; the
+shape of a policy may name another type. They are saved with ``save_pretrained`` as safetensors, next to their tokenizer.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    LlamaForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging
 
 from quartet.errors import InvalidRequest
@@ -36,12 +43,17 @@ MIN_VOCABULARY = 3 + 256
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The size of a Llama. The feed-forward layer is ``8 / 3 * hidden`` wide, rounded up to a multiple of 16."""
+    """The size of a Llama. The feed-forward layer is ``8 / 3 * hidden`` wide, rounded up to a multiple of 16.
+
+    ``config`` has further settings of config.json, which take precedence. A ``model_type`` in it gives a policy of another type,
+    whose logits have to be the product of its last hidden state and its output embeddings.
+    """
 
     hidden: int = 128
     layers: int = 2
     heads: int = 4
     positions: int = 256
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +143,7 @@ def train_causal_lm(
     seed: int = 0,
     progress: ProgressCallback | None = None,
     stage: str = "policy",
-) -> LlamaForCausalLM:
+) -> PreTrainedModel:
     """Train a language model on ``sequences``: texts, which are encoded and end in EOS, or unchanged token lists.
 
     The loss is the mean cross-entropy per token. Raises InvalidRequest without sequences.
@@ -140,18 +152,19 @@ def train_causal_lm(
     _check_rows(rows, shape, min_tokens=2)
 
     with deterministic(seed):
-        model = LlamaForCausalLM(_config(tokenizer, shape))
-        pad = _pad_id(model)
+        config = _config(tokenizer, shape)
+        model = cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])(config)
+        body, head, pad = model.base_model, model.get_output_embeddings(), _pad_id(model)
 
         def loss(batch: Sequence[int]) -> Tensor:
             ids, _ = _pad([rows[i] for i in batch], pad)
-            hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+            hidden = body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
             targets = ids[:, 1:]
             is_token = targets != pad
-            return functional.cross_entropy(model.lm_head(hidden[is_token]), targets[is_token])
+            return functional.cross_entropy(head(hidden[is_token]), targets[is_token])
 
         _train(model, loss, [len(row) for row in rows], schedule, seed, progress, stage)
-    return model
+    return cast(PreTrainedModel, model)
 
 
 def train_reward_classifier(
@@ -161,7 +174,7 @@ def train_reward_classifier(
     shape: Shape,
     schedule: Schedule,
     *,
-    body: LlamaForCausalLM | None = None,
+    body: PreTrainedModel | None = None,
     truncated_share: float = 1 / 3,
     truncated_certainty: float = 0.6,
     seed: int = 0,
@@ -202,7 +215,7 @@ def train_preference_model(
     shape: Shape,
     schedule: Schedule,
     *,
-    body: LlamaForCausalLM | None = None,
+    body: PreTrainedModel | None = None,
     centring: float = 0.01,
     seed: int = 0,
     progress: ProgressCallback | None = None,
@@ -244,7 +257,7 @@ def score_all(model: LlamaForSequenceClassification, rows: Sequence[TokenIds], b
 
 @torch.no_grad()
 def sample(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     prompts: Sequence[TokenIds],
     max_response_tokens: int,
     *,
@@ -286,26 +299,29 @@ def save_checkpoint(model: Any, tokenizer: PreTrainedTokenizerFast, directory: P
         weights.chmod((directory / "config.json").stat().st_mode)
 
 
-def _config(tokenizer: PreTrainedTokenizerFast, shape: Shape, **more: Any) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=shape.hidden,
-        intermediate_size=-(-8 * shape.hidden // 48) * 16,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
-        max_position_embeddings=shape.positions,
-        attention_dropout=0.0,
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+def _config(tokenizer: PreTrainedTokenizerFast, shape: Shape, **more: Any) -> PreTrainedConfig:
+    settings = {
+        "model_type": "llama",
+        "vocab_size": len(tokenizer),
+        "hidden_size": shape.hidden,
+        "intermediate_size": -(-8 * shape.hidden // 48) * 16,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "max_position_embeddings": shape.positions,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        **shape.config,
         **more,
-    )
+    }
+    return AutoConfig.for_model(**settings)
 
 
 def _scorer(
-    tokenizer: PreTrainedTokenizerFast, shape: Shape, body: LlamaForCausalLM | None
+    tokenizer: PreTrainedTokenizerFast, shape: Shape, body: PreTrainedModel | None
 ) -> LlamaForSequenceClassification:
     model = LlamaForSequenceClassification(  # type: ignore[no-untyped-call]
         _config(tokenizer, shape, num_labels=1)

@@ -38,6 +38,20 @@ def test_a_language_model_learns_its_texts_and_when_to_stop(tokenizer: PreTraine
     assert pretraining.sample(model, prompts, 12) == responses
 
 
+def test_the_shape_of_a_policy_may_name_another_model_type(tokenizer: PreTrainedTokenizerFast) -> None:
+    hybrid = {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    losses: list[float] = []
+    model = pretraining.train_causal_lm(
+        TEXTS,
+        tokenizer,
+        Shape(hidden=32, layers=1, heads=2, positions=32, config=hybrid),
+        Schedule(steps=20, batch_sequences=12, learning_rate=1e-2, warmup_steps=5),
+        progress=lambda progress: losses.append(progress.loss),
+    )
+    assert {name: model.config.to_dict()[name] for name in hybrid} == hybrid
+    assert losses[-1] < losses[0] / 2
+
+
 def test_a_reward_classifier_separates_its_labels(tokenizer: PreTrainedTokenizerFast) -> None:
     labels = [float(text.endswith(("good", "fine"))) for text in TEXTS]
     model = pretraining.train_reward_classifier(
