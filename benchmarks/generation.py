@@ -4,6 +4,9 @@ Counts the tokens up to the end of each response, with one thread. The engines r
 is the rate at which memory delivers the weights once per token, and the key-value cache as it grows; no engine can be faster.
 Writes the results below build/ and the table into docs/evidence/performance.md. If the config puts the actor on a GPU
 (configs/gpu), measures that GPU and only prints the table.
+
+With --types, measures tiny random models of these types (by default, of TYPES) beside generate() with prompts of 4 to 28 random
+tokens: what the engines do between the matmuls takes nearly all of the time.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks import machine, page
-from benchmarks.options import add_shared, page_of, parser_of, positive
+from benchmarks.options import PERFORMANCE, add_shared, page_of, parser_of, positive
 from quartet.config.loading import load_config
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import TrajectoryId
@@ -34,11 +37,18 @@ from quartet.models.forward.model_capabilities import vocabulary_size
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.loading import load_causal_lm, stop_token_ids
 from quartet.models.weights.tokenizer import load_tokenizer
+from tests.architectures import models
 
 COUNTS = (1, 8, 64, 256)
 """Numbers of concurrent prompts, by default."""
 CONTENDERS = ("quartet", "generate()", "continuous batching")
 """The last two belong to transformers. Its continuous-batching manager is persistent, as in a run of many steps."""
+TYPES = (
+    *("llama", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "falcon_h1", "nemotron_h"),
+    *("granitemoehybrid", "bamba", "jamba", "zamba2", "mamba", "mamba2", "falcon_mamba", "olmo_hybrid", "kimi_linear"),
+    *("deepseek_v32", "glm_moe_dsa", "gemma3n_text", "recurrent_gemma", "minimax", "deepseek_v4"),
+)
+"""Model types of today, and one with attention only."""
 CALLS = 128
 """Minimum number of responses per round, because a single one is too short to measure."""
 
@@ -70,8 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--prompts", action="append", type=positive, help="concurrent prompts; may be repeated")
     parser.add_argument("--tokens", type=positive, default=48, help="maximum length of a response")
+    parser.add_argument("--types", nargs="*", metavar="TYPE", help="model types, instead of a config")
     add_shared(parser, "build/generation", rounds=5, threads=True)
     options = parser.parse_args(arguments)
+    if options.types is not None:
+        machine.set_up("cpu", options.threads)
+        text = table_of_types(options.types or TYPES, options.rounds, options.threads)
+        print(text)
+        page.write(options.page or (None if options.types else PERFORMANCE), "generation --types", text)
+        return 0
     counts = options.prompts or COUNTS
     try:
         config = load_config(options.config, options.set)
@@ -132,25 +149,61 @@ def memory_limit(model: Any, prompts: Sequence[Any], tokens: int, bandwidth: flo
     return len(prompts) * bandwidth / (weights + len(prompts) * length * per_token)
 
 
-def measure(model: Any, stops: frozenset[int], prompts: Sequence[Any], tokens: int, rounds: int) -> Result:
-    """Measure all contenders alternately, after a warm-up round."""
-    paged, engine = copy.deepcopy(model), TorchEngine(model, stops, max_concurrent_sequences=256)
+def table_of_types(kinds: Sequence[str], rounds: int, threads: int) -> str:
+    """Return the table of Quartet's rate over that of generate() for tiny models of each type."""
+    counts, tokens = (1, 8, 64), 32
+    lines = [
+        f"{machine.describe('cpu')}. {tokens} tokens per response, CPU threads: {threads}. Tokens per second of Quartet over "
+        "those of `generate()`, medians with their range.",
+        "",
+        f"| model type | decoding | {' | '.join(f'{count} prompts' for count in counts)} |",
+        "|" + "---|" * (len(counts) + 2),
+    ]
+    generator = np.random.default_rng(0)
+    for kind in kinds:
+        model = models.causal_lm(kind)
+        size = vocabulary_size(model)
+        prompts = [generator.integers(2, size, length).astype(np.int32) for length in generator.integers(4, 29, 64)]
+        engine = TorchEngine(model, frozenset(), max_concurrent_sequences=64)
+        cells = []
+        for count in counts:
+            result = measure(model, frozenset(), prompts[:count], tokens, rounds, CONTENDERS[:2], engine, 16)
+            ratios = result.ratios("generate()")
+            cells.append(f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})")
+        lines.append(f"| `{kind}` | {engine.decoding} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def measure(
+    model: Any,
+    stops: frozenset[int],
+    prompts: Sequence[Any],
+    tokens: int,
+    rounds: int,
+    contenders: Sequence[str] = CONTENDERS,
+    engine: TorchEngine | None = None,
+    least: int = CALLS,
+) -> Result:
+    """Measure all contenders alternately, after a warm-up round. ``least``: responses per round."""
+    paged = copy.deepcopy(model) if CONTENDERS[2] in contenders else None
+    engine = engine or TorchEngine(model, stops, max_concurrent_sequences=256)
     generate: dict[str, Callable[[int], int]] = {
         "quartet": lambda seed: _quartet(engine, prompts, tokens, seed),
         "generate()": lambda seed: _generate(model, stops, prompts, tokens, seed),
         "continuous batching": lambda seed: _continuous(paged, stops, prompts, tokens, seed),
     }
-    result = Result(len(prompts), {name: [] for name in CONTENDERS})
-    calls = max(1, CALLS // len(prompts))
+    result = Result(len(prompts), {name: [] for name in contenders})
+    calls = max(1, least // len(prompts))
     for number in range(rounds + 1):
-        for name in CONTENDERS:
+        for name in contenders:
             start = time.perf_counter()
             tokens_made = sum(
                 generate[name](number * calls + call) for call in range(calls if name in CONTENDERS[:2] else 1)
             )
             if number:
                 result.rates[name].append(tokens_made / (time.perf_counter() - start))
-    paged.destroy_cached_continuous_batching_manager()
+    if paged is not None:
+        paged.destroy_cached_continuous_batching_manager()
     return result
 
 
@@ -166,7 +219,7 @@ def _sampling(model: Any, stops: frozenset[int], tokens: int) -> Any:
         do_sample=True,
         top_k=0,
         max_new_tokens=tokens,
-        eos_token_id=sorted(stops),
+        eos_token_id=sorted(stops) or None,
         pad_token_id=model.config.pad_token_id or 0,
     )
 

@@ -78,6 +78,11 @@ class StaticDecoder:
         """Return whether steps are replayed as CUDA graphs."""
         return self._graphs
 
+    @property
+    def recorded(self) -> bool:
+        """Return whether steps are replayed as recordings."""
+        return self._recorded
+
     def prepare(self, slots: int, columns: int) -> None:
         """Start a generation of up to ``slots`` rows with at most ``columns`` tokens each. Clears the previous generation."""
         # With graphs, the size of a step must not depend on the buffers of earlier generations: a process that was restarted has

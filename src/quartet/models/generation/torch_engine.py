@@ -111,6 +111,13 @@ class TorchEngine:
         """Guarantees of this engine, as its trial measured them."""
         return self._declared
 
+    @property
+    def decoding(self) -> str:
+        """How tokens are decoded: "recorded", "static buffers", "cache" or "no cache"."""
+        if self._static is None:
+            return "no cache" if self._uncached else "cache"
+        return "recorded" if self._static.recorded else "static buffers"
+
     def _declare(self) -> EngineProperties:
         result = trial_result(
             untried_reason(self._model, self._not_static),
