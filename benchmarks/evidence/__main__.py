@@ -2,6 +2,7 @@
 
 Runs of each algorithm on several model seeds and run seeds, runs of the default config, and PPO and RLOO beside TRL with equal
 settings. Every final policy answers the same 2,000 prompts. It takes hours. If it is interrupted, the same command continues.
+`--parts families` trains policies with linear attention, Mamba, convolutions and an index of tokens, in half an hour.
 Writes docs/evidence/learning.md and its plots.
 """
 
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks import machine, page
+from benchmarks.evidence import families
 from benchmarks.evidence.experiments import (
     ALGORITHMS,
     BESIDE_TRL,
@@ -41,6 +43,8 @@ from quartet.errors import ConfigError
 PAGE = Path("docs/evidence/learning.md")
 RESULTS = Path(__file__).with_name("results.jsonl")
 PARTS = ("default", "algorithm", "beside", "variation")
+FAMILIES = "families"
+"""A part with its own place on the page, which is made alone."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--pair-seeds", nargs="+", type=int, default=[0, 1], help="run seeds of the pairs beside TRL")
     parser.add_argument("--steps", type=positive, default=60, help="steps of all runs but the default ones")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, FAMILIES), default=list(PARTS))
     parser.add_argument(
         "--jobs", type=positive, default=2, help="runs at the same time, each with one thread per process"
     )
@@ -70,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     folder: Path = options.folder.absolute()
     host = machine.describe()
+    if FAMILIES in options.parts:
+        if options.parts != [FAMILIES]:
+            parser.error(f"--parts {' '.join(options.parts)}: {FAMILIES} is made alone; give --parts {FAMILIES}")
+        return _make_families(options.positive, options.negative, folder, host, options.page or options.usual_page)
     first = options.model_seeds[:3]
     every_part = {
         "default": default_runs(folder, first),
@@ -95,6 +103,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = report(by_part, host, (page_path or folder / PAGE.name).parent)
     print(text)
     page.write(page_path, "evidence", text)
+    return 0
+
+
+def _make_families(positive_file: Path | None, negative_file: Path | None, folder: Path, host: str, path: Path) -> int:
+    try:
+        if positive_file is None or negative_file is None:
+            raise ConfigError(f"--parts {FAMILIES}: give two files of sentences: --positive FILE --negative FILE")
+        families.prepare(positive_file, negative_file, folder / FAMILIES)
+        families.train_all(folder / FAMILIES)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    text = f"{host}, one thread per process, float32. {families.table(folder / FAMILIES)}"
+    print(text)
+    page.write(path, f"evidence --parts {FAMILIES}", text)
     return 0
 
 
