@@ -304,3 +304,15 @@ def test_a_model_whose_tokens_attend_to_later_tokens_is_refused(
     monkeypatch.setattr(loading, "not_causal_reason", lambda config: None)
     with pytest.raises(ModelError, match="BertLMHeadModel predicts a token from later tokens, too"):
         load_causal_lm(tmp_path / "m")
+
+
+def test_weights_stay_those_of_the_checkpoint_after_a_forward_pass(tmp_path: Path) -> None:
+    model = tiny.causal("rwkv")
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    loaded = load_causal_lm(tiny.saved(model, tmp_path))
+    ids = torch.arange(5)[None]
+    with torch.no_grad():
+        outputs = loaded(input_ids=ids, use_cache=False).logits
+        # In evaluation mode transformers scales the weights.
+        assert torch.allclose(outputs, model.train()(input_ids=ids, use_cache=False).logits, atol=1e-6)
+    assert all(torch.equal(value, weights[name]) for name, value in loaded.state_dict().items())

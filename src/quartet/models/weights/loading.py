@@ -403,6 +403,10 @@ def _frozen_dropout(model: _Module) -> _Module:
         for name, value in vars(module).items():
             if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "rescale_every", 0):
+        # RWKV would divide its weights, which are trained and saved, and undo it in its activations.
+        config.rescale_every = 0
     return model.eval()
 
 

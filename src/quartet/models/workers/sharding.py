@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -45,7 +46,8 @@ def shard_model(
 ) -> None:
     """Shard the parameters of ``model`` in place, each along its first dimension. ``workers.forward`` then computes with it.
 
-    Every transformer layer is gathered for its computation only, the other parameters for the whole pass. Trainable parameters of
+    Every transformer layer is gathered for its computation only, the other parameters, and layers that share parameters with
+    others, for the whole pass. Trainable parameters of
     half precision become float32, and are gathered in half precision. Gradients are summed over the ranks, in float32.
     ``replicated`` parameters stay whole on every rank, in their data type. Every rank must have loaded the same weights: all of
     them, or its parts with ``read_in_parts``. ``offload``: keep the shards on a GPU, and their gradients, in host memory. The
@@ -70,7 +72,7 @@ def shard_model(
     )
     root = _Root(model)
     memory = CPUOffloadPolicy() if offload and workers.device.type == "cuda" else OffloadPolicy()
-    for module in (*transformer_layers(model), root):
+    for module in (*_units(model), root):
         fully_shard(module, mesh=workers.mesh, mp_policy=policy, offload_policy=memory, ignored_params=whole)
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -93,6 +95,20 @@ def shard_model(
         workers.evaluate(lambda: supports_packing(model))
     if not isinstance(model, ValueModel):
         workers.evaluate(lambda: head_is_separate(model))
+
+
+def _units(model: nn.Module) -> list[nn.Module]:
+    """Return the layers to gather one at a time, inner ones first: all that share no parameter with a module outside of them."""
+    uses = _count_uses(model)
+    return [
+        layer
+        for layer in reversed(transformer_layers(model))
+        if all(uses[parameter] == count for parameter, count in _count_uses(layer).items())
+    ]
+
+
+def _count_uses(module: nn.Module) -> Counter[nn.Parameter]:
+    return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def _mark_layers(model: Any, progress: Progress) -> None:

@@ -59,11 +59,13 @@ CASES = (
     "correction-all",
     "correction-of_engine_with_masks",
     *SELECTIONS,
+    "qwen3_5_text",
+    "zamba2",
 )
 REPEATED = ("ppo", "rloo-lora", "value")
 SAVED_AGAIN = ("ppo", "ppo-offload", "ppo-lora", "rloo-lora", "qwen2-lora", "value", "value-lora", "bfloat16", "frozen")
 """Cases whose optimizers hold different kinds of state. It is saved again after it has been restored."""
-ARCHITECTURES = ("gpt2", "gpt_neox", "qwen3", "phi3", "phi")
+ARCHITECTURES = ("gpt2", "gpt_neox", "qwen3", "phi3", "phi", "qwen3_5_text", "zamba2")
 KINDS = {"tied": "qwen2", "qwen2-lora": "qwen2"}
 """Kinds of the models of cases, if they are neither the first word of the case nor llama."""
 

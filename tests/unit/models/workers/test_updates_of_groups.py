@@ -68,6 +68,7 @@ QUICK = (
     "bfloat16",
     "correction-of_engine_with_masks",
     "kl_cov",
+    "zamba2",
 )
 SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
 
