@@ -15,8 +15,8 @@ PAGE = Path(__file__).parents[2] / "docs/reference/architectures.md"
 
 
 # A plain model, packed experts, a router that is a linear layer, a mask of the model's own; layers with recurrent states without
-# attention, an index of keys, and a delta rule with convolution states between attention layers.
-@pytest.mark.parametrize("kind", ["llama", "phimoe", "doge", "mamba", "deepseek_v32", "qwen3_5_text"])
+# attention, an index of keys, and convolution states between attention layers.
+@pytest.mark.parametrize("kind", ["llama", "phimoe", "doge", "mamba", "deepseek_v32", "lfm2"])
 def test_a_model_that_works_computes_the_same_as_plain_transformers(kind: str, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
