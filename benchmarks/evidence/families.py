@@ -106,7 +106,7 @@ def train_all(folder: Path) -> None:
                 print(f"{kind}: {name}", flush=True)
                 command, log = command_of(folder, kind, name), folder / "logs" / f"{run.root.name}.log"
                 if "kills" in name:
-                    train_with_kills([*command, "--overwrite"], run, log)
+                    train_with_kills([*command, "--overwrite"], run, log.with_suffix(".killed.log"))
                     command.append("--resume")
                 else:
                     command.append("--overwrite")
@@ -179,13 +179,14 @@ def _is_actor(process: psutil.Process) -> bool:
 
 
 def states(run: RunFiles) -> str:
-    """Return the SHA-256 of the final policy, of all checkpoints and of all trajectories, without the generators' names."""
+    """Return the SHA-256 of the final policy, of all checkpoints and of all trajectories, without names of run and generator."""
     result = hashlib.sha256()
     for file in sorted([*run.policy.glob("*.safetensors"), *run.checkpoints.glob("step-*/**/*.safetensors")]):
         result.update(f"{file.relative_to(run.root)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     for file in sorted(run.trajectories.glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines():
             trajectory = {name: value for name, value in json.loads(line).items() if name != "generator"}
+            trajectory["id"] = trajectory["id"].partition("/")[2]
             result.update(json.dumps(trajectory, sort_keys=True).encode())
     return result.hexdigest()
 
