@@ -156,7 +156,7 @@ def table_of_types(kinds: Sequence[str], rounds: int, threads: int) -> str:
         f"{machine.describe('cpu')}. {tokens} tokens per response, CPU threads: {threads}. Tokens per second of Quartet over "
         "those of `generate()`, medians with their range.",
         "",
-        f"| model type | decoding | {' | '.join(f'{count} prompts' for count in counts)} |",
+        f"| model type | decoding | {' | '.join(f'{count} prompt' + 's' * (count > 1) for count in counts)} |",
         "|" + "---|" * (len(counts) + 2),
     ]
     generator = np.random.default_rng(0)
