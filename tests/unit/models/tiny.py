@@ -79,6 +79,15 @@ def config(kind: str, **changes: Any) -> Any:
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 8,
         },
+        "olmo_hybrid": {
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_key_value_heads": 2,
+            "intermediate_size": 48,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
         "lfm2": {
             "layer_types": ["conv", "full_attention"],
             "num_key_value_heads": 2,

@@ -5,6 +5,7 @@ Each parameter then is a DTensor that is split along its first dimension, and ha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,6 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter
 
 from quartet.models.weights.towers import before_reading
 from quartet.models.workers.group import WorkerGroup
@@ -35,8 +38,11 @@ def read_in_parts(read: Callable[[str], _Module], device: str, workers: WorkerGr
 
         def split_parameters(model: nn.Module) -> None:
             nonlocal split
+            whole = _read_whole(model, workers.shards.size())
             # transformers reads a parameter that is a DTensor in parts.
-            replace_parameters(model, lambda parameter: _without_memory(parameter, workers.shards))
+            replace_parameters(
+                model, lambda parameter: None if parameter in whole else _without_memory(parameter, workers.shards)
+            )
             split = True
 
         with before_reading(split_parameters):
@@ -92,16 +98,38 @@ def _part_of(parameter: torch.Tensor, mesh: DeviceMesh) -> DTensor | None:
 
 
 def _without_memory(parameter: torch.Tensor, mesh: DeviceMesh) -> DTensor | None:
-    """Return the meta tensor of this rank's part of ``parameter``, split along the first dimension.
-
-    None for a parameter that every rank reads whole: a single row, and experts of which some rank would get none, because
-    transformers builds a part of several experts from at least one.
-    """
-    rows, ranks = (parameter.shape[0], mesh.size()) if parameter.ndim else (1, 1)
-    if rows == 1 or (parameter.ndim == 3 and -(-rows // ranks) * (ranks - 1) >= rows):
+    """Return the meta tensor of this rank's part of ``parameter``, split along the first dimension. None for a single row."""
+    if parameter.ndim == 0 or parameter.shape[0] == 1:
         return None
     complete = torch.empty_like(parameter, device="meta")
     size, _ = compute_local_shape_and_global_offset(complete.shape, mesh, [Shard(0)])
     return DTensor.from_local(
         complete.new_empty(size), mesh, [Shard(0)], run_check=False, shape=complete.shape, stride=complete.stride()
     )
+
+
+def _read_whole(model: nn.Module, ranks: int) -> set[nn.Parameter]:
+    """Return the parameters that transformers makes of other tensors in a checkpoint, and cannot make of their parts.
+
+    It converts the parts that a rank reads. This needs operations that keep the rows of each tensor apart. A part of a stack of
+    several tensors, such as experts, needs at least one of them.
+    """
+    results = set[nn.Parameter]()
+    converters = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter)]  # type: ignore[arg-type]
+    for converter in converters:
+        keeps_rows = all(isinstance(each, MergeModulelist) or _keeps_rows(each) for each in converter.operations)
+        stacks = any(isinstance(each, MergeModulelist) for each in converter.operations)
+        # A target may refer to groups of the source's pattern.
+        target = re.compile("|".join(re.sub(r"\\\\\d", ".*", re.escape(each)) for each in converter.target_patterns))
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            rows = parameter.shape[0] if parameter.ndim else 1
+            is_spread = not stacks or -(-rows // ranks) * (ranks - 1) < rows
+            if not (keeps_rows and is_spread) and target.search(name):
+                results.add(parameter)
+    return results
+
+
+def _keeps_rows(operation: ConversionOps) -> bool:
+    """Return whether an operation on a tensor gives row n of the result from row n alone. False if it does not say so."""
+    dims = [getattr(operation, name) for name in ("dim", "dim0", "dim1") if hasattr(operation, name)]
+    return bool(dims) and min(dims) > 0

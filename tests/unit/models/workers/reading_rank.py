@@ -24,9 +24,18 @@ from quartet.models.workers.sharding import complete_weights, shard_model
 from quartet.models.workers.workers import Workers, local_tensor
 from tests.unit.models import tiny
 
-QUICK = ("llama-bfloat16", "qwen2-float32", "llama-lora", "critic-of-reward", "qwen2_audio-float32")
+HYBRIDS = ("olmo_hybrid", "lfm2")
+"""Models with convolutions. The checkpoint of the first one has those of queries, keys and values apart, the model has one."""
+QUICK = (
+    "llama-bfloat16",
+    "qwen2-float32",
+    "llama-lora",
+    "critic-of-reward",
+    "qwen2_audio-float32",
+    "olmo_hybrid-float32",
+)
 CASES = (
-    *(f"{kind}-{dtype}" for kind in (*tiny.KINDS, *tiny.MIXTURES) for dtype in ("float32", "bfloat16")),
+    *(f"{kind}-{dtype}" for kind in (*tiny.KINDS, *tiny.MIXTURES, *HYBRIDS) for dtype in ("float32", "bfloat16")),
     "llama-adapter",
     "llama-lora",
     "critic-of-llama",

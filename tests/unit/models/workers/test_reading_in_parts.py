@@ -24,7 +24,7 @@ SIZE = 3
 
 def load(folder: Path, cases: tuple[str, ...], size: int = SIZE, replicate: int = 1) -> Path:
     """Write checkpoints to ``folder``, load the cases in a group of ``size`` ranks, and return the folder."""
-    for kind in (*tiny.KINDS, *tiny.MIXTURES):
+    for kind in (*tiny.KINDS, *tiny.MIXTURES, *reading_rank.HYBRIDS):
         tiny.causal(kind).save_pretrained(folder / kind)
     multimodal.model("qwen2_audio").save_pretrained(folder / "qwen2_audio")
     tiny.classifier("llama").save_pretrained(folder / "reward")
@@ -67,10 +67,11 @@ def test_ranks_hold_parts_of_the_weights_and_buffers_of_one_process(loaded: Call
     assert {name: value.tolist() for name, value in weights.items()} == {
         name: value.tolist() for name, value in expected.items()
     }
+    hybrid = case.partition("-")[0] in reading_rank.HYBRIDS
     for report in reports:
         assert report["parameters"] == single["parameters"]
         # The trial passes of a group save what one process saves. Gathered weights do not count.
-        assert report["activations"] == single["activations"]
+        assert report["activations"] == pytest.approx(single["activations"], rel=0.01 if hybrid else 0)
         # Only the weights of a merged adapter cannot be read in parts.
         assert report["read_whole"] == (case == "llama-adapter")
     # Three ranks cannot share four experts.
