@@ -22,7 +22,7 @@ from quartet.contract.weights import SavedFile, SaveKind
 from quartet.errors import FailedPrecondition, ModelError
 from quartet.model_files.sharded_files import is_sharded
 from quartet.models.forward.batching import MicroBatch
-from quartet.models.forward.model_capabilities import max_positions, vocabulary_size
+from quartet.models.forward.model_capabilities import keeps_states, max_positions, vocabulary_size
 from quartet.models.torch_settings import deterministic_update, torch_threads
 from quartet.models.training.activation_checkpointing import activation_checkpointing
 from quartet.models.training.compiled_layers import compiled_layers, try_compiled
@@ -85,11 +85,14 @@ class TrainableModel(ABC):
         self._updates = UpdateLog()
         self._tokens: Counter[str] = Counter()
         self._load(None)
+        self._compiles = config.compile and not keeps_states(self._model)
         self._vocabulary = vocabulary_size(self._model)
         self._positions = max_positions(self._model) or 0
         self._budget = self._find_budget()
-        if config.compile:
+        if self._compiles:
             self._compile()
+        elif config.compile:
+            log.warning("compile is off: layers of this model keep a state", role=self.role, model=model)
 
     @abstractmethod
     def _read(self, source: str | Path) -> Any:
@@ -301,7 +304,7 @@ class TrainableModel(ABC):
         config = self._model_config
         with (
             activation_checkpointing(self._model, checkpointing),
-            compiled_layers(self._model, config.compile),
+            compiled_layers(self._model, self._compiles),
             deterministic_update(self._device, self.role, config.deterministic_updates),
         ):
             yield

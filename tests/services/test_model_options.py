@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
+import structlog
 import torch
 from torch import nn
 
@@ -27,7 +28,7 @@ from quartet.contract.weights import SaveKind
 from quartet.errors import ConfigError
 from quartet.models.training.update_memory import trial_batch
 from quartet.services import roles, trainable_model
-from tests.services.model_services import Services, start_generation
+from tests.services.model_services import Services, save_checkpoint, start_generation
 from tests.unit.models import tiny
 from tests.unit.models.training.test_compiled_layers import capture_only
 
@@ -151,6 +152,18 @@ def test_a_compiled_service_compiles_at_its_start_and_not_in_updates(
     assert compiled > 0
     client.update(RUN, 1, 1, SETTINGS, LOSSES[Role.ACTOR]).result()
     assert len(graphs) == compiled
+
+
+@pytest.mark.usefixtures("_sealed")
+def test_a_model_whose_layers_keep_a_state_is_not_compiled(
+    services: Services, changed_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    capture_only(lambda *_: pytest.fail("a layer is compiled"), monkeypatch)
+    model = save_checkpoint(tiny.causal("lfm2", seed=3), tmp_path)
+    with structlog.testing.capture_logs() as logs:
+        client = services.start(Role.ACTOR, changed_config(actor={"compile": True, "model": str(model)}))
+    assert "compile is off: layers of this model keep a state" in [each["event"] for each in logs]
+    client.update(RUN, 1, 1, SETTINGS, LOSSES[Role.ACTOR]).result()
 
 
 @pytest.mark.usefixtures("_sealed")

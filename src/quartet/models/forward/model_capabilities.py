@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from quartet.contract.trajectory import TokenBatch
 from quartet.errors import InvalidRequest
@@ -71,6 +72,11 @@ def has_experts(model: nn.Module) -> bool:
         for prefix, module in model.named_modules()
         for name, parameter in module.named_parameters(prefix, recurse=False)
     )
+
+
+def keeps_states(model: Any) -> bool:
+    """Return whether a layer keeps a state per sequence, which a pad after a prompt would change."""
+    return any(isinstance(layer, LinearAttentionLayer) for layer in DynamicCache(config=model.config).layers)
 
 
 def accepts_argument(model: nn.Module, argument: str) -> bool:

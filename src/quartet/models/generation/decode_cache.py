@@ -66,11 +66,6 @@ def unsupported_reason(model: Any) -> str | None:
     return f"its cache in transformers has layers of class {', '.join(other)}" if other else None
 
 
-def keeps_states(model: Any) -> bool:
-    """Return whether a layer keeps a state per sequence, which a pad after a prompt would change."""
-    return any(isinstance(layer, LinearAttentionLayer) for layer in DynamicCache(config=model.config).layers)
-
-
 def attends(model: Any) -> bool:
     """Return whether a layer keeps keys and values."""
     return any(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=model.config).layers)

@@ -19,12 +19,13 @@ from quartet.model_files.memory import PREFILL_TOKENS
 from quartet.models.forward.batching import micro_batches, right_pad
 from quartet.models.forward.model_capabilities import (
     device_of,
+    keeps_states,
     max_positions,
     vocabulary_size,
 )
 from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.packing import logits_at_positions
-from quartet.models.generation.decode_cache import cache_argument, keeps_states, prefill_cache
+from quartet.models.generation.decode_cache import cache_argument, prefill_cache
 from quartet.models.generation.sampling import sample_tokens
 from quartet.models.generation.static_decoding import StaticDecoder, padded_rows
 from quartet.models.generation.trial import LogitDigests
