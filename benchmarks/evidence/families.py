@@ -54,6 +54,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Model types with their settings of config.json: linear attention, Mamba, convolutions, and an index of fewer tokens than the
 sequences have. The sizes that all models have are 64 wide, 2 layers and 4 heads."""
+OF_GENERATORS = frozenset({"generator", "weights_digest"})
+"""Entries of a trajectory that only runs with generators have."""
 STEPS = 60
 PART = 10
 """Steps at the start and at the end of which the table has means."""
@@ -179,13 +181,13 @@ def _is_actor(process: psutil.Process) -> bool:
 
 
 def states(run: RunFiles) -> str:
-    """Return the SHA-256 of the final policy, of all checkpoints and of all trajectories, without names of run and generator."""
+    """Return the SHA-256 of the final policy, of all checkpoints and of all trajectories, without run and generator."""
     result = hashlib.sha256()
     for file in sorted([*run.policy.glob("*.safetensors"), *run.checkpoints.glob("step-*/**/*.safetensors")]):
         result.update(f"{file.relative_to(run.root)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     for file in sorted(run.trajectories.glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines():
-            trajectory = {name: value for name, value in json.loads(line).items() if name != "generator"}
+            trajectory = {name: value for name, value in json.loads(line).items() if name not in OF_GENERATORS}
             trajectory["id"] = trajectory["id"].partition("/")[2]
             result.update(json.dumps(trajectory, sort_keys=True).encode())
     return result.hexdigest()

@@ -22,7 +22,9 @@ def fake_run(folder: Path, kind: str, name: str, response: str = "good", weights
     steps = [{"step": step, "reward_mean": step / 10, "kl_mean": 2.0, "seconds": 0.5} for step in range(1, 61)]
     run.metrics.write_text("".join(json.dumps(step) + "\n" for step in steps))
     (run.policy / "model.safetensors").write_bytes(weights)
-    trajectory = {"id": f"{run.root.name}/1/786/0", "response": response, "generator": name}
+    trajectory = {"id": f"{run.root.name}/1/786/0", "response": response}
+    if "generators" in name:
+        trajectory |= {"generator": name, "weights_digest": "1f"}
     (run.trajectories / "step-000001.jsonl").write_text(json.dumps(trajectory) + "\n")
     return run
 
