@@ -45,8 +45,9 @@ def forward_log_probs(
             model, micro_batch.input_ids, micro_batch.predicts, micro_batch.packing, use_cache=False
         )
         return _token_outputs(logits, micro_batch.targets, temperature, entropy_use)
-    hidden = hidden_states(backbone(model), micro_batch.input_ids, micro_batch.packing)
     head = model.get_output_embeddings()
+    # Some models, such as Mamba, add up their hidden states in float32.
+    hidden = hidden_states(backbone(model), micro_batch.input_ids, micro_batch.packing).to(head.weight.dtype)
 
     def compute_chunk(states: torch.Tensor, targets: torch.Tensor) -> TokenOutputs:
         return _token_outputs(head(states), targets, temperature, entropy_use)
@@ -97,4 +98,6 @@ def _compare_head(model: Any) -> bool:
     if head is None:
         return False
     ids = torch.zeros((1, 2), dtype=torch.int64, device=device_of(model))
-    return torch.equal(model(input_ids=ids, use_cache=False).logits, head(hidden_states(backbone(model), ids)))
+    hidden = hidden_states(backbone(model), ids).to(head.weight.dtype)
+    logits = model(input_ids=ids, use_cache=False).logits
+    return torch.equal(logits, head(hidden).to(logits.dtype))

@@ -9,7 +9,9 @@ import torch
 
 from quartet.model_files import memory
 from quartet.models.forward.batching import build_micro_batch
-from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
+from quartet.models.forward.log_probs import EntropyUse, forward_log_probs, head_is_separate
+from quartet.models.forward.model_capabilities import backbone
+from quartet.models.forward.packing import hidden_states
 from tests.unit.models import tiny
 
 PROMPTS, RESPONSES = [3, 9, 1, 5], [7, 2, 11, 1]
@@ -52,6 +54,18 @@ def test_chunked_log_probs_and_gradients_equal_those_of_one_chunk(
     assert result[2].keys() == expected[2].keys()
     for name, gradient in expected[2].items():
         assert torch.allclose(result[2][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max())), name
+
+
+def test_hidden_states_of_another_type_than_the_head_are_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.causal("mamba2", chunk_size=4).bfloat16()
+    batch = build_micro_batch(tiny.batch(PROMPTS, RESPONSES), range(4), "cpu", packed=False)
+    assert hidden_states(backbone(model), batch.input_ids).dtype == torch.float32
+    assert head_is_separate(model)
+    expected, _ = forward_log_probs(model, batch, 0.7)
+    monkeypatch.setattr(memory, "MAX_LOGITS", CHUNK_TOKENS * tiny.VOCABULARY)
+    result, _ = forward_log_probs(model, batch, 0.7)
+    result.sum().backward()
+    torch.testing.assert_close(result, expected, rtol=0.01, atol=0.01)
 
 
 def test_a_model_that_changes_the_logits_after_its_head_is_not_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
