@@ -123,6 +123,13 @@ def config(kind: str, **changes: Any) -> Any:
             "mamba_n_groups": 1,
             "mamba_chunk_size": 16,
         },
+        "recurrent_gemma": {
+            "intermediate_size": 48,
+            "head_dim": 8,
+            "lru_width": 32,
+            "block_types": ["recurrent", "attention"],
+        },
+        "mamba": {"state_size": 8},
         "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "state_size": 8, "n_groups": 2},
         "zamba2": {
             "layers_block_type": ["mamba", "hybrid", "hybrid"],

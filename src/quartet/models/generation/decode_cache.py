@@ -87,7 +87,7 @@ class BatchCache:
     """Memory for what the layers of a model keep of up to ``slots`` sequences of up to ``columns`` tokens."""
 
     def __init__(self, prefilled: Any, slots: int, columns: int) -> None:
-        """Allocate zeros like the tensors of ``prefilled``, a cache after a forward pass."""
+        """Allocate zeros like the tensors of ``prefilled``, a cache after a forward pass. Raises ValueError."""
         self._layers = [_Memory(layer, slots, columns) for layer in prefilled.layers]
 
     @property
@@ -112,7 +112,7 @@ class BatchCache:
 
         ``columns`` int64 [n, width of ``to``]: the columns of ``prefilled`` that are copied, by default the first ones.
         """
-        for memory, layer in zip(self._layers, prefilled.layers, strict=False):
+        for memory, layer in zip(self._layers, prefilled.layers, strict=True):
             for target, filled in zip(memory.of_tokens, _of_tokens(layer), strict=True):
                 if columns is None:
                     part = filled[..., : to.stop - to.start, :][sources]
@@ -150,6 +150,8 @@ class _Memory:
         ]
         self.of_rows = [tensor.new_zeros(slots, *tensor.shape[1:]) for tensor in _of_rows(like)]
         self._like = None
+        if isinstance(like, LinearAttentionLayer) and not self.of_rows:
+            raise ValueError("a layer with a state has left none in the cache, so the model keeps it elsewhere")
         if self.of_rows:
             # Without the states of the prompts.
             self._like = LinearAttentionLayer(like.number_of_states)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from quartet.contract.arrays import IntArray
 from quartet.models.forward.model_capabilities import accepts_argument, attends_to_all, device_of
 from quartet.models.forward.onednn_linear import onednn_linear
-from quartet.models.generation.decode_cache import BatchCache, Step, cache_argument
+from quartet.models.generation.decode_cache import BatchCache, Step, attends, cache_argument
 
 
 class WindowDecoder:
@@ -23,7 +23,7 @@ class WindowDecoder:
     def __init__(self, model: Any, slots: int, longest: int, limit: int, refilled: bool) -> None:
         """``longest``: tokens of a prompt; ``limit``: tokens of a response; ``refilled``: finished rows are replaced."""
         self._model, device = model, device_of(model)
-        self._cache_argument = cache_argument(model)
+        self._cache_argument, self._attends = cache_argument(model), attends(model)
         columns = longest + limit
         if refilled:
             # Spare columns, so that the cache does not have to move to the left at every token.
@@ -34,6 +34,7 @@ class WindowDecoder:
         self._start = self._end = self._min_end = longest
         self._cache: BatchCache | None = None
         self._padding = _Padding(model, slots, self._capacity, device)
+        self._resting = np.zeros(slots, np.bool_)
         # Position of the next token of each row.
         self._positions = torch.zeros((slots, 1), dtype=torch.int64, device=device)
 
@@ -65,7 +66,7 @@ class WindowDecoder:
         if self._end == self._capacity:
             self._move_left(rows)
         columns = slice(self._start, self._end + 1)
-        arguments = self._padding.arguments(rows, columns.start, columns.stop)
+        arguments = self._padding.arguments(rows, columns.start, columns.stop) if self._attends else {}
         if accepts_argument(self._model, "position_ids"):
             arguments["position_ids"] = self._positions[:rows]
         arguments[self._cache_argument] = self._cache.for_step(Step(rows, columns))
@@ -78,6 +79,11 @@ class WindowDecoder:
         """Move the columns in use to the left, as far as the longest prompt permits."""
         assert self._cache is not None
         left = min(self._start, self._end - self._min_end)
+        if not left:
+            # A finished row may have held its columns for longer than any row decodes.
+            self._start = self._padding.cut(np.flatnonzero(self._resting), self._end)
+            left = min(self._start, self._end - self._min_end)
+        assert left > 0
         self._cache.move_columns(rows, slice(self._start, self._end), left)
         self._start -= left
         self._end -= left
@@ -85,11 +91,13 @@ class WindowDecoder:
 
     def rest(self, rows: NDArray[np.int64]) -> None:
         """Reset finished rows to position 0. Their results are ignored until they are removed."""
+        self._resting[rows] = True
         self._positions[torch.from_numpy(rows).to(self._positions.device)] = 0
 
     def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor) -> None:
         """Move rows ``movers`` into ``holes``, then keep the first ``rows`` rows."""
         assert self._cache is not None
+        self._resting[:] = False
         self._positions[holes] = self._positions[movers]
         start = self._padding.keep(rows, holes, movers)
         self._start = self._end if start is None else start
@@ -126,6 +134,11 @@ class _Padding:
         self._begins[holes.cpu().numpy()] = self._begins[movers.cpu().numpy()]
         self._mask[holes] = self._mask[movers]
         return int(self._begins[:rows].min()) if rows else None
+
+    def cut(self, rows: NDArray[np.int64], begin: int) -> int:
+        """Make ``rows`` begin at this column. Return the first column of all rows. Call ``move`` next, which masks them."""
+        self._begins[rows] = begin
+        return int(self._begins[: self._rows].min())
 
     def move(self, columns: int) -> None:
         """Follow a move of the cache by this number of columns to the left."""

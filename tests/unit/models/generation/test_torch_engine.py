@@ -305,3 +305,32 @@ def test_greedy_and_sampled_requests_share_a_batch(slots: int, static: bool) -> 
         expected = others[request.greedy]
         assert item.response_ids.tolist() == expected.response_ids.tolist()
         assert np.allclose(item.log_probs, expected.log_probs, atol=1e-5)
+
+
+def test_a_finished_row_that_stays_in_the_batch_takes_no_columns_from_the_others() -> None:
+    model = tiny.causal("llama")
+    generator = np.random.default_rng(0)
+    # Fewer than an eighth of 16 rows have finished while those that joined later decode on.
+    limits = [40] + [30] * 15 + [40] * 15
+    requests = [
+        GenerationRequest(
+            TrajectoryId("r", 0, index, 0), generator.integers(2, 61, 5).astype(np.int32), max_tokens=limit
+        )
+        for index, limit in enumerate(limits)
+    ]
+    engine = TorchEngine(model, frozenset(), 16, static=False)
+    for trajectory in engine.trajectories(requests, SamplingParameters(40), 7):
+        ids = torch.from_numpy(np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int64))
+        with torch.no_grad():
+            log_probs = model(input_ids=ids[None]).logits[0].log_softmax(-1)[4:-1].gather(1, ids[5:, None])[:, 0]
+        assert np.allclose(trajectory.log_probs, log_probs, atol=1e-5)
+
+
+def test_models_without_attention_decode_with_a_cache_without_static_buffers() -> None:
+    assert TorchEngine(tiny.causal("mamba"), STOPS, 4, static=False).decoding == "cache"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_keeps_its_state_in_itself_decodes_without_a_cache(dtype: torch.dtype) -> None:
+    model = tiny.causal("recurrent_gemma").to(dtype)
+    assert TorchEngine(model, STOPS, 4).decoding == "no cache"
