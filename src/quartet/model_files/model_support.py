@@ -76,6 +76,14 @@ _INCOMPLETE = {
 }
 """Model types of which transformers lacks a part that Quartet needs, each with the reason and what to do."""
 
+_LIMITS: dict[str, int] = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth"), 1000),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 100_000),
+    **dict.fromkeys(("num_experts_per_tok", "index_topk", "chunk_size", "mamba_chunk_size"), 2**20),
+}
+_MAY_BE_ZERO = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok"}
+"""Largest numbers of modules, and of tokens of a choice or chunk, in a config.json; dense models may name 0 experts."""
+
 _MODALITIES = {"vision_config": "images", "audio_config": "audio", "speech_config": "audio", "video_config": "video"}
 
 
@@ -89,6 +97,13 @@ def unreadable_reason(config: dict[str, Any]) -> str | None:
             "float32 that it was made from, or dequantize it with transformers and save it with save_pretrained"
         )
     kind, known = config.get("model_type"), _names_in("auto_mappings.py", "CONFIG_MAPPING_NAMES")
+    if kind is not None and not (isinstance(kind, str) and kind):
+        return (
+            f"config.json has model_type {kind!r}; expected the name of a type that transformers has, see {TABLE}: correct "
+            "config.json"
+        )
+    if (reason := _size_reason(config)) is not None:
+        return reason
     if isinstance(kind, str) and known and kind not in known and kind != "gpt-sw3":
         if config.get("auto_map"):
             return (
@@ -99,6 +114,18 @@ def unreadable_reason(config: dict[str, Any]) -> str | None:
             f"model type {kind} is unknown to the installed transformers; give a model of a type that it has, see {TABLE}, or "
             "correct model_type in config.json"
         )
+    return None
+
+
+def _size_reason(config: dict[str, Any]) -> str | None:
+    """Return which number in a config.json no model has, or None. transformers would build that many modules."""
+    for section in (config, config.get("text_config")):
+        for name, value in section.items() if isinstance(section, dict) else ():
+            limit = _LIMITS.get(name)
+            if limit is None or not isinstance(value, int) or isinstance(value, bool):
+                continue
+            if not (name in _MAY_BE_ZERO and value == 0) and not 1 <= value <= limit:
+                return f"config.json has {name} {value}; expected 1 to {limit:,}: correct config.json"
     return None
 
 
@@ -131,6 +158,8 @@ def encoder_reason(config: dict[str, Any]) -> str | None:
     """Return why a model with this config.json cannot have a value per token and what to do, or None."""
     kind = str(config.get("model_type", ""))
     setting = _ENCODERS.get(kind, ("model_type", kind))
+    if not kind:
+        return None  # The loader says that it is missing.
     if setting is not None and config.get(setting[0]) == setting[1]:
         return None
     without = f" without {setting[0]}: {json.dumps(setting[1])}" if setting else ""

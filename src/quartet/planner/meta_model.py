@@ -31,7 +31,7 @@ LOOP_TOKENS = 37
 """Tokens of the long pass if layers compute one token after the other in Python, which takes long."""
 STEP = 16
 """Tokens that the short pass has less than the long one, unless a layer compresses more of them into one."""
-MAX_LAYERS = 1000
+MAX_LAYERS, MAX_TOKENS = 1000, 20_480
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 """Names of the number of experts of a token."""
 _CACHES = ("past_key_values", "cache_params", "state")
@@ -169,7 +169,10 @@ def _lengths(config: Any, layers: nn.Module) -> tuple[int, int]:
     if any("dt_proj" in name for name, _ in layers.named_parameters()):
         return step, LOOP_TOKENS
     chunks = [getattr(config, name, None) for name in ("chunk_size", "mamba_chunk_size")]
-    return step, 5 * max([CHUNK, step, *(size for size in chunks if isinstance(size, int))])
+    tokens = 5 * max([CHUNK, step, *(size for size in chunks if isinstance(size, int))])
+    if tokens > MAX_TOKENS:
+        raise ValueError(f"layers compute {tokens // 5} tokens at a time; expected at most {MAX_TOKENS // 5}")
+    return step, tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,3 +117,22 @@ def test_the_rule_imports_neither_torch_nor_transformers() -> None:
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": ""}, "config.json has model_type ''; expected the name of a type"),
+        ({"model_type": 5}, "config.json has model_type 5; expected the name of a type"),
+        ({"model_type": "lfm2", "num_hidden_layers": 10**9}, "num_hidden_layers 1000000000; expected 1 to 1,000"),
+        ({"model_type": "lfm2", "num_hidden_layers": -3}, "num_hidden_layers -3; expected 1 to 1,000"),
+        ({"model_type": "qwen3_5", "text_config": {"num_experts": 10**8}}, "num_experts 100000000; expected 1 to"),
+        ({"model_type": "mamba2", "chunk_size": 0}, "chunk_size 0; expected 1 to"),
+        ({"model_type": "deepseek_v32", "index_topk": -4}, "index_topk -4; expected 1 to"),
+    ],
+)
+def test_sizes_that_no_model_has_are_named(config: dict[str, object], expected: str) -> None:
+    reason = unreadable_reason(config)
+    assert reason is not None
+    assert expected in reason
+    assert "correct config.json" in reason

@@ -64,12 +64,15 @@ def explained(model: str | Path, part: str) -> Iterator[None]:
     except (
         Exception
     ) as error:  # transformers, tokenizers, safetensors and json raise different types, some only Exception
+        correct = "correct it: " if part == "config.json" else ""
         raise ModelError(
             f"model {model}: the {part} cannot be used: {first_line(error)} ({type(error).__name__}); "
-            "expected a complete Hugging Face checkpoint with safetensors weights"
+            f"{correct}expected a complete Hugging Face checkpoint with safetensors weights"
         ) from error
 
 
 def first_line(error: BaseException) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"]
+    # The first line of an error of a config only names the check.
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return text if len(text) <= 200 else text[:200] + "..."
