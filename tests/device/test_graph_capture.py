@@ -95,7 +95,7 @@ def test_an_engine_that_frees_everything_captures_again_and_draws_the_same_token
     assert (decode(engine), len(gpu.captures)) == (before, captures)
     engine.sleep()
     assert engine._static is not None
-    assert not engine._static._keys_values
+    assert engine._static._cache is None
     assert decode(engine) == before
     assert len(gpu.captures) > captures
 

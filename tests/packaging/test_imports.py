@@ -19,6 +19,8 @@ TORCH_MODULES = {
     "quartet.contrib.triton.engine",
     "quartet.contrib.triton.lora_tensors",
     "quartet.contrib.triton.tensors",
+    # Measures a model of transformers.
+    "quartet.planner.meta_model",
     # Only vLLM imports it.
     "quartet.engines.vllm_worker",
 }

@@ -209,8 +209,8 @@ ROWS = {Role.ACTOR: 2, Role.CRITIC: 3, Role.REWARD: 4, Role.REFERENCE: 6}
 """Rows of a forward pass by role. Each divides the number of sequences."""
 TOKENS = {Role.ACTOR: 4, Role.CRITIC: 4, Role.REWARD: 5, Role.REFERENCE: 4}
 """Tokens of a sequence that the forward pass reads, by role. Only a score needs the last token."""
-TRIAL = [(3, 5), (1, 9)]
-"""Forward passes that test once if the model supports packing. Trained models run them at the start."""
+TRIAL = [(3, 5), (1, 5), (1, 4), (1, 2), (1, 9)]
+"""Forward passes that test once if padded and packed sequences equal each alone. Trained models run them at the start."""
 
 
 @pytest.mark.usefixtures("_sealed")

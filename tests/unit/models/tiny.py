@@ -130,7 +130,7 @@ def config(kind: str, **changes: Any) -> Any:
             "block_types": ["recurrent", "attention"],
         },
         "mamba": {"state_size": 8},
-        "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "state_size": 8, "n_groups": 2},
+        "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "state_size": 8, "n_groups": 2, "chunk_size": 8},
         "zamba2": {
             "layers_block_type": ["mamba", "hybrid", "hybrid"],
             "num_hidden_layers": 3,
