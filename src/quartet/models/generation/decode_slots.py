@@ -191,12 +191,9 @@ class DecodeSlots:
         unique = [np.frombuffer(key, np.int32) for key in distinct]
         result: torch.Tensor | None = None
         for group, columns in self._prefill_groups([len(prompt) for prompt in unique]):
-            # Short prompts without pads are few tokens, and matmuls of few tokens round in another way.
-            extra = padded_rows(len(group)) - len(group) if self._unpadded and self._fixed_shapes else 0
-            computed = group + group[:1] * extra
-            input_ids = right_pad([unique[index] for index in computed], self._device, columns)
+            input_ids = right_pad([unique[index] for index in group], self._device, columns)
             cache = prefill_cache(self._model) if self._cached else None
-            last = self._last_logits(input_ids, [len(unique[index]) for index in computed], cache)
+            last = self._last_logits(input_ids, [len(unique[index]) for index in group], cache)
             group_rows = {index: row for row, index in enumerate(group)}
             rows = [row for row, index in enumerate(owner) if index in group_rows]
             sources = [group_rows[owner[row]] for row in rows]

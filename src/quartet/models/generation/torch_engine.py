@@ -24,7 +24,6 @@ from quartet.engines.stop_strings import StopStringCache
 from quartet.errors import Cancelled, InvalidRequest, MismatchError, ModelError
 from quartet.models.forward.model_capabilities import (
     device_of,
-    keeps_states,
     max_positions,
     vocabulary_size,
 )
@@ -45,8 +44,6 @@ INVARIANCE_LENGTHS, INVARIANCE_TOKENS = (1, 5, 18, 70), 3
 """Prompt lengths and response tokens of the trial of batch invariance."""
 INVARIANCE_PARTS, INVARIANCE_ROWS, INVARIANCE_FLOPS = (6, 11, 20, 40), 256, 5e10
 """Smaller batches and the largest batch of this trial, and the operations that it may cost for a large model."""
-EQUAL_LENGTHS = 5
-"""Prompts of one length that are computed together in this trial, if the model keeps states."""
 TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}
 """Maximum difference of log-probs between the trial and whole sequences, in nats."""
 
@@ -277,27 +274,15 @@ class TorchEngine:
         expected = self._trial_bits(requests, rows)
         parts = [([request], 1) for request in requests[:few]] + [(requests[:few], 2)]
         parts += [(requests[-part:], part) for part in INVARIANCE_PARTS if part < rows]
-        return self._are_equal_lengths_invariant(rows) and all(
+        return all(
             expected[key] == bits for part, slots in parts for key, bits in self._trial_bits(part, slots).items()
         )
 
-    def _are_equal_lengths_invariant(self, rows: int) -> bool:
-        """Return whether a model with states computes a prompt alone as beside others of its length, without pads."""
-        if not keeps_states(self._model) or self._max_concurrent == 1:
-            return True
-        count = min(rows, EQUAL_LENGTHS, self._max_concurrent)
-        groups = [trial_requests(self._model, [length] * count) for length in self._trial_lengths((2, 3))]
-        return all(self._trial_bits(group[:1], 1).items() <= self._trial_bits(group, count).items() for group in groups)
-
     def _trial_requests(self, repeats: int = 1) -> list[GenerationRequest]:
         """Return requests of INVARIANCE_LENGTHS, as far as the model's positions allow."""
-        return trial_requests(self._model, self._trial_lengths() * repeats)
-
-    def _trial_lengths(self, more: Sequence[int] = ()) -> list[int]:
-        """Return INVARIANCE_LENGTHS and ``more``, as far as the model's positions allow."""
         limit = max_positions(self._model)
-        lengths = (*INVARIANCE_LENGTHS, *more)
-        return [length if limit is None else min(length, limit - INVARIANCE_TOKENS) for length in lengths]
+        lengths = [length if limit is None else min(length, limit - INVARIANCE_TOKENS) for length in INVARIANCE_LENGTHS]
+        return trial_requests(self._model, lengths * repeats)
 
     def _trial_bits(self, requests: list[GenerationRequest], slots: int) -> dict[TrajectoryId, bytes]:
         """Return a digest of all logits of each of a few short responses."""

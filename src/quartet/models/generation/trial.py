@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from quartet.contract.generation import GenerationRequest
 from quartet.contract.trajectory import TrajectoryId
-from quartet.models.forward.model_capabilities import device_of, has_experts, vocabulary_size
+from quartet.models.forward.model_capabilities import device_of, has_experts, keeps_states, vocabulary_size
 from quartet.system.failpoints import InjectedFault, failpoint
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -78,6 +78,9 @@ def untried_reason(model: Any, not_static: str) -> str:
     # Few tokens may not show that the rows of experts depend on the batch.
     if has_experts(model):
         return "the model is a mixture of experts"
+    # Its prompts are computed without pads beside others of their length, so that any length may round in another way.
+    if keeps_states(model):
+        return "the model keeps states"
     return not_static and f"decodes without static buffers: {not_static}"
 
 

@@ -43,6 +43,7 @@ def test_a_trial_that_fails_is_declared_with_the_processor(failing: None) -> Non
     ("kind", "reason"),
     [
         ("mixtral", "not run: the model is a mixture of experts"),
+        ("lfm2", "not run: the model keeps states"),
         ("bloom", "not run: decodes without static buffers: attention with a window or an index, positions"),
     ],
 )
