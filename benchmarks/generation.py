@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks import machine, page
-from benchmarks.options import PERFORMANCE, add_shared, page_of, parser_of, positive
+from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.config.loading import load_config
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import TrajectoryId
@@ -87,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         machine.set_up("cpu", options.threads)
         text = table_of_types(options.types or TYPES, options.rounds, options.threads)
         print(text)
-        page.write(options.page or (None if options.types else PERFORMANCE), "generation --types", text)
+        # All types are the default of this table.
+        options.types = options.types or None
+        page.write(page_of(parser, options), "generation --types", text)
         return 0
     counts = options.prompts or COUNTS
     try:

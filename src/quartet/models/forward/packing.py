@@ -180,10 +180,14 @@ def _padded_states(base: Any) -> torch.Tensor:
     ids = torch.arange(9, device=device_of(base)) % vocabulary_size(base)
     padded = hidden_states(base, torch.stack([ids[row + [0] * (5 - len(row))] for row in _TRIAL]))
     alone = [hidden_states(base, ids[row][None])[0] for row in _TRIAL]
-    difference = max(
-        float((states[: len(expected)] - expected).abs().max() / expected.abs().max())
-        for states, expected in zip(padded, alone, strict=True)
+    differences = torch.cat(
+        [
+            (states[: len(expected)] - expected).abs().amax(-1) / expected.abs().max()
+            for states, expected in list(zip(padded, alone, strict=True))[1:]  # Those with pads.
+        ]
     )
+    # In half precision the median, because a token may get other experts.
+    difference = float(differences.max() if padded.dtype == torch.float32 else differences.float().median())
     # This also refuses a difference of NaN.
     if not difference <= TOLERANCE[padded.dtype]:
         raise ModelError(

@@ -210,17 +210,16 @@ class DecodeSlots:
         A prompt is not padded if a layer keeps a state per sequence. For static decoding on a CPU the columns depend on the
         prompt only, because attention rounds in another way for other numbers of columns.
         """
-        if self._unpadded:
-            padded = lengths
-        elif not self._fixed_shapes:
+        if not (self._unpadded or self._fixed_shapes):
             for group in micro_batches(lengths, PREFILL_TOKENS):
                 yield group, max(lengths[index] for index in group)
             return
-        else:
-            limit = max_positions(self._model)
-            padded = [
-                _padded_columns(length) if limit is None else min(_padded_columns(length), limit) for length in lengths
-            ]
+        limit = max_positions(self._model)
+        padded = (
+            lengths
+            if self._unpadded
+            else [min(_padded_columns(length), limit or _padded_columns(length)) for length in lengths]
+        )
         for columns in sorted(set(padded), reverse=True):
             equal = [index for index, size in enumerate(padded) if size == columns]
             for group in micro_batches([columns] * len(equal), PREFILL_TOKENS):

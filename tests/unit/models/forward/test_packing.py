@@ -163,8 +163,23 @@ def test_models_that_keep_states_are_padded(kind: str) -> None:
     assert not supports_packing(tiny.causal(kind))
 
 
-def test_a_model_that_attends_to_later_tokens_is_refused() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_attends_to_later_tokens_is_refused(dtype: torch.dtype) -> None:
+    model = tiny.causal("bert", initializer_range=0.5).to(dtype)
     with pytest.raises(
         ModelError, match=r"^BertModel: the hidden states of a sequence differ by .* pads after it; give"
     ):
-        supports_packing(tiny.causal("bert"))
+        supports_packing(model)
+
+
+def test_other_experts_for_one_token_in_half_precision_are_no_attention_to_later_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def with_another_expert(base: Any, input_ids: torch.Tensor, packing: Packing | None = None) -> torch.Tensor:
+        states = hidden_states(base, input_ids, packing)
+        if len(input_ids) > 1:
+            states[1, 2] += states.abs().max()
+        return states
+
+    monkeypatch.setattr(packing_module, "hidden_states", with_another_expert)
+    supports_packing(tiny.causal("mixtral").to(torch.bfloat16))
