@@ -6,7 +6,7 @@ import math
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,18 +40,24 @@ def describe(name: str, settings: dict[str, Any]) -> Answer:
         kind = import_callable(name)
     except NotImportable as error:
         return {"problem": str(error)}
+    if problem := unusable_reason(kind, tuple(settings)):
+        return {"problem": problem}
+    return {"keeps_special_tokens": bool(getattr(kind, "keeps_special_tokens", False))}
+
+
+def unusable_reason(kind: Any, settings: Sequence[str]) -> str:
+    """Return why ``kind`` is no class of environments that are created with ``settings`` by name, or "" if it is one."""
     missing = [method for method in ("reset", "step") if not callable(getattr(kind, method, None))]
     if not isinstance(kind, type) or missing:
-        return {
-            "problem": f"is not an environment: {'no method ' + missing[0] if missing else 'not a class'}; derive a class from "
+        return (
+            f"is not an environment: {'no method ' + missing[0] if missing else 'not a class'}; derive a class from "
             "quartet.environments.Environment"
-        }
+        )
     undefined = [method for method in ("reset", "step") if getattr(kind, method) is getattr(Environment, method)]
     if undefined:
-        return {"problem": f"does not define {undefined[0]}"}
-    if problem := wrong_arguments(kind, 0, tuple(settings)):
-        return {"problem": f"environment.arguments: {problem}"}
-    return {"keeps_special_tokens": bool(getattr(kind, "keeps_special_tokens", False))}
+        return f"does not define {undefined[0]}"
+    problem = wrong_arguments(kind, 0, settings)
+    return problem and f"environment.arguments: {problem}"
 
 
 def reset(session: str, name: str, settings: dict[str, Any], seed: int, fields: dict[str, Any], quotes: bool) -> Answer:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES
 from quartet.config.rewards import TRL_ARGUMENTS, TRL_NO_COLUMNS, RewardSourceConfig
@@ -36,6 +37,8 @@ JUDGE_ARGUMENTS = ("prompt", "response", "initial_response", "fields")
 """Arguments of a judge: prompt, response, the initial policy's response, and the fields of the prompt's line."""
 ALGORITHM_ARGUMENTS = ("inputs",)
 """Arguments of an estimator and of a policy loss."""
+ENVIRONMENT_CHECK = "quartet.environments.host_child:unusable_reason"
+"""Callable that says why a class has no environments, as it does in the service."""
 IMPORT_SECONDS = 60.0
 """Maximum seconds to import the module of a function."""
 
@@ -44,13 +47,14 @@ IMPORT_SECONDS = 60.0
 class FunctionCall:
     """Call of a function that a config names as package.module:callable: names of its arguments, and those given by name.
 
-    ``takes_columns``: it gets the columns of the prompts by name, too.
+    ``takes_columns``: it gets the columns of the prompts by name, too. ``check``: see ``quartet.system.user_code``.
     """
 
     function: str
     positional: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
     takes_columns: bool = False
+    check: str = ""
 
 
 def named_functions(config: Config) -> dict[str, FunctionCall]:
@@ -70,7 +74,7 @@ def named_functions(config: Config) -> dict[str, FunctionCall]:
         }
     if config.environment.class_name is not None and config.services.environment.address is None:
         functions["environment.class_name"] = FunctionCall(
-            config.environment.class_name, keywords=tuple(config.environment.arguments)
+            config.environment.class_name, keywords=tuple(config.environment.arguments), check=ENVIRONMENT_CHECK
         )
     return functions
 
@@ -96,7 +100,8 @@ def check_function(key: str, call: FunctionCall, columns: Sequence[str] | None =
             f"{_shadowing(module)}"
         )
     if problem := _import_problem(call, columns):
-        names = f": {', '.join(call.positional)}" if problem.endswith((" argument", " arguments")) else ""
+        called = call.positional and problem.endswith((" argument", " arguments"))
+        names = f": {', '.join(call.positional)}" if called else ""
         raise ConfigError(f"{key} {function}: {problem}{names}")
     named = f" and {', '.join(call.keywords)} by name" if call.keywords else ""
     accepted = f"{counted_arguments(len(call.positional))}{named}"
@@ -128,7 +133,7 @@ def _import_problem(call: FunctionCall, columns: Sequence[str] | None) -> str:
 
     Imports it in a separate process, because an import may print, hang or end its process.
     """
-    passed = {"count": len(call.positional), "keywords": call.keywords}
+    passed: dict[str, Any] = {"count": len(call.positional), "keywords": call.keywords, "check": call.check}
     if call.takes_columns:
         passed["columns"] = columns
     with checking_process("quartet.system.user_code", call.function, json.dumps(passed)) as (pipe, _):

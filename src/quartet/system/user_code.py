@@ -141,14 +141,17 @@ def _main(name: str, passed: str, descriptor: str) -> None:
     """Write to ``descriptor`` why package.module:callable cannot be called, nothing if it can.
 
     ``passed``: a JSON object with the ``count`` of positional arguments, the ``keywords``, and, if the function gets the columns
-    of the prompts by name, ``columns``: their names, or null if they are not known.
+    of the prompts by name, ``columns``: their names, or null if they are not known. ``check``: a callable of Quartet that says
+    why the callable cannot be used with the ``keywords``, or "".
     """
     answers = os.dup(int(descriptor))  # Not inherited by processes that the module starts.
     os.close(int(descriptor))
     call = json.loads(passed)
     try:
         function = import_callable(name)
-        if "columns" in call:
+        if call["check"]:
+            problem = import_callable(call["check"])(function, call["keywords"])
+        elif "columns" in call:
             problem = wrong_columns(function, call["keywords"], call["columns"])
         else:
             problem = wrong_arguments(function, call["count"], call["keywords"])

@@ -14,7 +14,7 @@ from quartet.contract.status import Role
 from quartet.data.prompt_settings import PromptSettings
 from quartet.errors import ConfigError
 from quartet.preflight import check_separate_orchestrator
-from quartet.preflight.functions import FunctionCall, named_functions
+from quartet.preflight.functions import ENVIRONMENT_CHECK, FunctionCall, named_functions
 from tests.unit.preflight.files import lines
 
 GAME = {"class_name": "my_game:Game"}
@@ -30,7 +30,7 @@ def test_the_number_of_turns_is_the_switch() -> None:
     played = config(rollout=TURNS, environment=GAME)
     assert played.has_environment
     assert service_roles(played)[-1] is Role.ENVIRONMENT
-    assert named_functions(played)["environment.class_name"] == FunctionCall("my_game:Game")
+    assert named_functions(played)["environment.class_name"] == FunctionCall("my_game:Game", check=ENVIRONMENT_CHECK)
     assert num_threads(played, Role.ENVIRONMENT) == 1
     assert listen_address(played.services.environment) == "127.0.0.1:0"
     # An address that a deployment sets for all runs changes nothing without turns.

@@ -129,6 +129,49 @@ def test_functions_of_the_algorithm_are_checked_too(
         check_inputs(parse_config(tree, "test"))
 
 
+@every_case(
+    ("name", "problem"),
+    [
+        ("Game", ""),
+        ("NoStep", "does not define step"),
+        ("Other", "is not an environment: no method reset; derive a class from quartet.environments.Environment"),
+        ("function", "is not an environment: no method reset; derive a class"),
+        (
+            "Deep",
+            "environment.arguments: missing a required argument: 'depth', called with 0 arguments and level by name",
+        ),
+        (
+            "Closed",
+            "environment.arguments: got an unexpected keyword argument 'level', called with 0 arguments and level",
+        ),
+    ],
+)
+def test_a_class_that_has_no_environments_is_refused(
+    name: str, problem: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (models / "worlds.py").write_text(
+        "from quartet.environments import Environment\n"
+        "class NoStep(Environment):\n    def reset(self, seed, fields): ...\n"
+        "class Closed(NoStep):\n    def step(self, text): ...\n"
+        "class Game(Closed):\n    def __init__(self, level): ...\n"
+        "class Deep(Closed):\n    def __init__(self, level, depth): ...\n"
+        "class Other: ...\n"
+        "def function(level): ...\n"
+    )
+    monkeypatch.chdir(models)
+    tree = config(models).model_dump()
+    tree["rollout"] |= {"max_turns": 2, "max_turn_tokens": 8}
+    tree["environment"] = {"class_name": f"worlds:{name}", "arguments": {"level": 1}}
+    settings = parse_config(tree, "test")
+    if not problem:
+        assert f"environment.class_name worlds:{name}: can be imported and accepts 0 arguments and level by name" in (
+            check_inputs(settings)
+        )
+        return
+    with pytest.raises(ConfigError, match=re.escape(f"environment.class_name worlds:{name}: {problem}")):
+        check_inputs(settings)
+
+
 @pytest.mark.parametrize(
     ("signature", "function", "problem"),
     [
