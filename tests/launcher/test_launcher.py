@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -78,3 +80,46 @@ def test_certificates_of_two_authorities_are_refused_before_anything_starts(tmp_
         with pytest.raises(ConfigError, match=r"certificates.actor has another authority than .*operator"):
             launcher.start()
         assert launcher.addresses == {}
+
+
+def test_the_start_names_a_reward_service_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as bound, socket.create_server(("127.0.0.1", 0)) as listening:
+        bound.bind(("127.0.0.1", 0))  # No server listens.
+        dead, alive = (f"127.0.0.1:{each.getsockname()[1]}" for each in (bound, listening))
+        parts = [
+            {"name": name, "source": "service", "service": {"address": address, "start_timeout_seconds": 40}}
+            for name, address in (("dead", dead), ("alive", alive))
+        ]
+        config = parse_config(
+            {
+                "run": {"name": "tiny", "directory": str(tmp_path)},
+                "data": {"prompts": "p"},
+                "actor": {"model": "a"},
+                "critic": {"model": "c"},
+                "reward": {"source": "ensemble", "parts": parts},
+                "gateway": {"enabled": False},
+                "buffer": {"url": "redis://nowhere/0"},
+                "services": {role: {"address": "far:1"} for role in ("actor", "critic", "reference")},
+            },
+            "here",
+        )
+        files = RunFiles(config.run_directory)
+        files.write_config(config.to_yaml())
+        files.logs.mkdir(exist_ok=True)
+        interrupted, lines = threading.Event(), []
+
+        def report(line: str) -> None:
+            lines.append(line)
+            if "dead" in line:
+                interrupted.set()
+
+        monkeypatch.setattr(module, "WAITING_REPORT_SECONDS", 0.0)
+        monkeypatch.setattr(module, "PRELOADED", ())
+        monkeypatch.setattr(Launcher, "_start_buffer", lambda _: None)
+        with Launcher(config, files.config, interrupted) as launcher, pytest.raises(KeyboardInterrupt):
+            launcher.start(report=report)
+        assert lines[-1] == (
+            f"reward: waits up to 40 s for reward.parts.dead.service.address {dead}, where no server answers; "
+            "start it, or correct the address"
+        )
+        assert not any(alive in line for line in lines)

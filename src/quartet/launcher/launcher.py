@@ -30,6 +30,7 @@ from quartet.preflight.security_checks import local_processes
 from quartet.rpc.security.allow_list import OPERATOR
 from quartet.rpc.security.certificates import check_certificates
 from quartet.rpc.security.credentials import Credentials
+from quartet.rpc.service_channel import accepts_connections
 from quartet.run_directory.run_files import RunFiles
 from quartet.system.child_processes import package_path
 from quartet.system.fork_server import ForkServer
@@ -237,6 +238,9 @@ class Launcher:
             if now - reported > WAITING_REPORT_SECONDS:
                 reported = now
                 report(f"loading for {now - start:.0f} s: {names}")
+                if any(service.name == Role.REWARD for service in waiting):
+                    for line in unanswered_reward_services(self._config):
+                        report(line)
             if now > deadline:
                 raise ConfigError(
                     f"{names}: not ready within timeouts.load_seconds {timeout:g} s; raise it, or see {self._logs}"
@@ -396,6 +400,16 @@ class Launcher:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             raise
+
+
+def unanswered_reward_services(config: Config) -> list[str]:
+    """Return a line for each RewardService that the reward service waits for at its start and at whose address no server is."""
+    return [
+        f"reward: waits up to {service.start_timeout_seconds:g} s for {key}.service.address {service.address}, where no server "
+        "answers; start it, or correct the address"
+        for key, source in config.reward.sources.items()
+        if (service := source.service) is not None and not accepts_connections(service.address)
+    ]
 
 
 def _settings(overrides: Sequence[str]) -> list[str]:

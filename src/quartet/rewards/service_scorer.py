@@ -40,6 +40,7 @@ class ServiceScorer:
         """``key`` is the config key of the section."""
         timeouts = TimeoutsConfig(load_seconds=config.start_timeout_seconds, score_seconds=config.timeout_seconds)
         self._client = RewardClient(config.address, timeouts, credentials)
+        self._client.channel.address_key = f"{key}.address"
         self._where = f"{key}: {config.address}"
         self._attempts = Attempts(config, self._where)
         self.batch_size = config.batch_size

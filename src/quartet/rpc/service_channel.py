@@ -67,6 +67,8 @@ class ServiceChannel:
         """``name`` is the role expected at ``address``."""
         self.name = name
         self.address = address
+        self.address_key = f"services.{name}.address"
+        """Config key of the address, for messages."""
         self._credentials = credentials
         self.grpc_channel = credentials.channel(name, address)
         # Created once: gRPC 1.81 may abort the process if a stub is created on a channel that another thread has just closed.
@@ -213,7 +215,7 @@ class ServiceChannel:
             except QuartetError as error:
                 now = time.monotonic()
                 if now > next_log:
-                    log.info("waiting for a service", service=self.name, address=self.address)
+                    log.info("waiting for a service", service=self.name, address=self.address, timeout_seconds=timeout)
                     next_log = now + LOG_INTERVAL
                 if not isinstance(error, MismatchError) and not accepts_connections(self.address):
                     accepting_since = None
@@ -225,12 +227,12 @@ class ServiceChannel:
                 if foreign and not known:
                     raise ConfigError(
                         f"{self.name} at {self.address}: the server there is not a Quartet service, or it has other "
-                        f"certificates; check services.{self.name}.address, and security.certificates on both sides"
+                        f"certificates; check {self.address_key}, and security.certificates on both sides"
                     ) from None
                 if now > deadline:
                     raise ServiceUnavailable(
                         f"{self.name} at {self.address}: no Quartet service responded within {timeout:g} s; "
-                        f"start it, or correct services.{self.name}.address"
+                        f"start it, or correct {self.address_key}"
                     ) from None
             time.sleep(POLL)
 

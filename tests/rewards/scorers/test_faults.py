@@ -16,7 +16,7 @@ import pytest
 
 from quartet.config.deployment import RecoveryConfig
 from quartet.contract.trajectory import FinishReason, Outcome, Scores, TokenBatch, Trajectory, TrajectoryId
-from quartet.errors import ComputationFailed, QuartetError, ServiceFailed
+from quartet.errors import ComputationFailed, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.rewards.reward_source import RewardSource
 from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices
 from tests.rewards.scorers.conftest import Build
@@ -229,3 +229,10 @@ def test_the_parts_of_an_ensemble_keep_their_curves(build: Build, tmp_path: Path
     np.testing.assert_array_equal(scores.parts["words"], sequences.scores)
     np.testing.assert_array_equal(scores.parts["judge"], sequences.scores)
     np.testing.assert_array_equal(np.isnan(scores.parts["remote"]), sequences.marked)
+
+
+def test_a_reward_service_that_never_answers_is_named_with_its_key(build: Build) -> None:
+    service = {"address": "127.0.0.1:1", "start_timeout_seconds": 0.2}
+    message = r"no Quartet service responded within 0\.2 s; start it, or correct reward\.service\.address$"
+    with pytest.raises(ServiceUnavailable, match=message):
+        build({"source": "service", "service": service})
