@@ -34,7 +34,7 @@ from quartet.config.section import is_loopback
 from quartet.errors import ConfigError, QuartetError
 from quartet.gateway.settings import GatewaySettings
 from quartet.rpc.security.allow_list import GATEWAY
-from quartet.rpc.security.credentials import LOCAL, Credentials
+from quartet.rpc.security.credentials import Credentials
 from quartet.run_directory.run_files import RunFiles
 from quartet.system.secret_files import check_certificate, check_token, read_token
 from quartet.telemetry.logs import configure_logs
@@ -112,7 +112,7 @@ def _serve(options: argparse.Namespace, announce: Any) -> None:
         _check_plaintext(listen, options.allow_plaintext or (config is not None and config.security.allow_plaintext))
     elif section.key_file is not None:
         check_certificate(section.certificate_file, section.key_file)
-    credentials = LOCAL if config is None else Credentials(GATEWAY, config.security)
+    credentials = None if config is None else Credentials(GATEWAY, config.security)
     with _bound_socket(listen) as (bound, address):
         settings = GatewaySettings(
             runs=options.runs if config is None else config.run.directory,
@@ -123,7 +123,7 @@ def _serve(options: argparse.Namespace, announce: Any) -> None:
             allowed_hosts=(*section.allowed_hosts, *options.allow_host),
             start_runs=is_loopback(address.rpartition(":")[0]) if section.start_runs is None else section.start_runs,
             requests_per_second=section.max_requests_per_second,
-            buffer_url=None if config is None else buffer_url(config, credentials.folder),
+            buffer_url=None if config is None or credentials is None else buffer_url(config, credentials.folder),
             credentials=credentials,
             certificate=section.certificate_file,
             key=section.key_file,

@@ -41,15 +41,15 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     ``open_streams`` (number of event streams by access), and ``stopping``, an ``asyncio.Event`` that ends the event streams
     when the server shuts down.
     """
-    catalog = RunCatalog(settings.runs)
+    catalog = RunCatalog(settings.runs, settings.credentials)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state = app.state
         state.stopping = asyncio.Event()
-        state.run_monitor = RunMonitor(catalog, settings.credentials)
+        state.run_monitor = RunMonitor(catalog)
         state.buffer_monitor = BufferMonitor(catalog, settings.run, settings.buffer_url)
-        state.service_monitor = ServiceMonitor(catalog, state.buffer_monitor, settings.credentials)
+        state.service_monitor = ServiceMonitor(catalog, state.buffer_monitor)
         state.event_streams = EventStreams(catalog, state.run_monitor.latest, state.service_monitor.services)
         state.run_launcher = RunLauncher(catalog)
         state.open_streams = Counter[Access]()

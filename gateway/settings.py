@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from quartet.rpc.security.credentials import LOCAL, Credentials
+from quartet.rpc.security.credentials import Credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class GatewaySettings:
     requests_per_second: float = 100.0
     buffer_url: str | None = None
     """URL of that run's Redis, with its password; None if unknown."""
-    credentials: Credentials = LOCAL
-    """Credentials for calls to the processes of runs."""
+    credentials: Credentials | None = None
+    """Credentials for calls to the processes of runs; None for those that the config of each run names."""
     certificate: Path | None = None
     key: Path | None = None
     """PEM files. With them the gateway serves HTTPS."""

@@ -6,6 +6,8 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
+from functools import cache
 
 from quartet.contract import control
 from quartet.errors import ConfigError, QuartetError
@@ -13,7 +15,7 @@ from quartet.gateway.readers.file_cache import Signature, signature
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.schemas import ProgressInfo, State
 from quartet.rpc.clients import OrchestratorClient
-from quartet.rpc.security.credentials import LOCAL, Credentials
+from quartet.rpc.security.credentials import Credentials
 from quartet.run_directory.run_files import RunFiles
 
 TIMEOUT_SECONDS = 2.0
@@ -38,7 +40,8 @@ END_STATES = (State.FINISHED, State.STOPPED, State.FAILED)
 class _OrchestratorConnection:
     """The connection to one run's orchestrator, and its last responses."""
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(self, credentials: Callable[[], Credentials]) -> None:
+        """``credentials`` returns those for calls to the orchestrator. It may raise ConfigError."""
         self._credentials = credentials
         self.lock = threading.Lock()
         self.request_lock = threading.Lock()
@@ -59,26 +62,28 @@ class _OrchestratorConnection:
         return RETRY_SECONDS if self.responded_at > NEVER else RETRY_DEAD_SECONDS
 
     def connect(self, address: str | None) -> OrchestratorClient | None:
-        """Return the orchestrator at ``address``. If the address is None, drop the connection and the last responses."""
+        """Return the orchestrator at ``address``. If the address is None, drop the connection and the last responses.
+
+        Raises ConfigError if the credentials cannot be read.
+        """
         if self.orchestrator is not None and self.orchestrator.address != address:
             self.orchestrator.close()
             self.orchestrator, self.progress = None, None
             self.requested_at = self.responded_at = NEVER
         if self.orchestrator is None and address is not None:
-            self.orchestrator = OrchestratorClient(address, TIMEOUT_SECONDS, self._credentials)
+            self.orchestrator = OrchestratorClient(address, TIMEOUT_SECONDS, self._credentials())
         return self.orchestrator
 
     def reconnect(self, orchestrator: OrchestratorClient) -> None:
         """Replace a lost connection. gRPC's own reconnect delay would grow with the time the connection has been lost."""
         orchestrator.close()
-        self.orchestrator = OrchestratorClient(orchestrator.address, TIMEOUT_SECONDS, self._credentials)
+        self.orchestrator = OrchestratorClient(orchestrator.address, TIMEOUT_SECONDS, self._credentials())
 
 
 class RunMonitor:
     """Monitor that polls the orchestrators of active runs on request. Thread-safe. No call waits longer than TIMEOUT_SECONDS."""
 
-    def __init__(self, catalog: RunCatalog, credentials: Credentials = LOCAL) -> None:
-        self._credentials = credentials
+    def __init__(self, catalog: RunCatalog) -> None:
         self._catalog = catalog
         self._runs: dict[str, _OrchestratorConnection] = {}
         self._lock = threading.Lock()
@@ -116,7 +121,10 @@ class RunMonitor:
         files = self._catalog.find(name)
         run = self._monitored(name)
         with run.lock:
-            return run.connect(_address(files))
+            try:
+                return run.connect(_address(files))
+            except ConfigError:  # ``latest`` shows it.
+                return None
 
     def close(self) -> None:
         """Close the connections."""
@@ -134,6 +142,8 @@ class RunMonitor:
         try:
             total_steps = self._catalog.config(name).run.steps
             step = _last_step(files)
+            if _address(files) is not None:
+                self._catalog.credentials(name)
         except ConfigError as problem:
             error = str(problem)
         finished = 0 < total_steps <= step and files.policy_step() == step
@@ -151,7 +161,7 @@ class RunMonitor:
 
     def _monitored(self, name: str) -> _OrchestratorConnection:
         with self._lock:
-            return self._runs.setdefault(name, _OrchestratorConnection(self._credentials))
+            return self._runs.setdefault(name, _OrchestratorConnection(cache(lambda: self._catalog.credentials(name))))
 
 
 def _address(files: RunFiles) -> str | None:

@@ -54,6 +54,7 @@ class _PolledRun:
     infos: list[ServiceInfo] = field(default_factory=list)
     services: dict[tuple[str, str], _MonitoredService] = field(default_factory=dict)
     orchestrator: OrchestratorClient | None = None
+    credentials: Credentials = LOCAL
     generators: list[GeneratorInfo] = field(default_factory=list)
     """The generators, as the orchestrator listed them last."""
 
@@ -61,14 +62,17 @@ class _PolledRun:
 class ServiceMonitor:
     """Monitor that polls the processes of runs on request. Thread-safe."""
 
-    def __init__(self, catalog: RunCatalog, buffers: BufferMonitor, credentials: Credentials = LOCAL) -> None:
-        self._catalog, self._buffers, self._credentials = catalog, buffers, credentials
+    def __init__(self, catalog: RunCatalog, buffers: BufferMonitor) -> None:
+        self._catalog, self._buffers = catalog, buffers
         self._runs: dict[str, _PolledRun] = {}
         self._lock = threading.Lock()
         self._workers = ThreadPoolExecutor(MAX_PARALLEL_POLLS, thread_name_prefix="services")
 
     def services(self, name: str) -> list[ServiceInfo]:
-        """Return every process of a run in the order of the config; empty if the run is not active. Raises NotFound."""
+        """Return every process of a run in the order of the config; empty if the run is not active.
+
+        Raises NotFound, and ConfigError if the config or the credentials cannot be read.
+        """
         files = self._catalog.find(name)
         with self._lock:
             run = self._runs.setdefault(name, _PolledRun())
@@ -91,6 +95,8 @@ class ServiceMonitor:
             self._runs.clear()
 
     def _poll(self, name: str, run: _PolledRun, addresses: Addresses) -> list[ServiceInfo]:
+        if addresses and run.credentials is LOCAL:
+            run.credentials = self._catalog.credentials(name)
         run.generators = self._generators(name, run, next(iter(addresses.get(Role.ORCHESTRATOR, ())), None))
         generators = {item.address: item for item in run.generators}
         keys = [(role, endpoint) for role, each in addresses.items() for endpoint in _endpoints(role, each)]
@@ -99,7 +105,7 @@ class ServiceMonitor:
             run.services.pop(key).channel.close()
         for role, address in keys:
             if (role, address) not in run.services:
-                run.services[role, address] = _MonitoredService(ServiceChannel(role, address, self._credentials))
+                run.services[role, address] = _MonitoredService(ServiceChannel(role, address, run.credentials))
         pending = [
             self._workers.submit(_poll_service, role, run.services[role, address], generators.get(address))
             for role, address in keys
@@ -116,7 +122,7 @@ class ServiceMonitor:
             if address is None or not self._catalog.config(name).has_generators:
                 return []
             if run.orchestrator is None:
-                run.orchestrator = OrchestratorClient(address, TIMEOUT_SECONDS, self._credentials)
+                run.orchestrator = OrchestratorClient(address, TIMEOUT_SECONDS, run.credentials)
             return run.orchestrator.generators()
         except ConfigError:
             return []

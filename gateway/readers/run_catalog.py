@@ -9,6 +9,8 @@ from quartet.config.loading import load_config
 from quartet.config.root import Config
 from quartet.gateway.http.http_errors import NotFound
 from quartet.gateway.readers.file_cache import FileCache
+from quartet.rpc.security.allow_list import GATEWAY
+from quartet.rpc.security.credentials import Credentials
 from quartet.run_directory.run_files import RunFiles
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -20,8 +22,9 @@ _MAX_CACHED_CONFIGS = 256
 class RunCatalog:
     """Every run in one folder. Thread-safe."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, credentials: Credentials | None = None) -> None:
+        """``credentials`` for calls to the processes of all runs. Defaults to those that the config of each run names."""
+        self.folder, self._credentials = folder, credentials
         self._configs = FileCache(load_config, _MAX_CACHED_CONFIGS)
 
     def names(self) -> list[str]:
@@ -46,6 +49,10 @@ class RunCatalog:
             return self._configs.of(path)
         except OSError:
             raise NotFound(f"run {name!r}: it was just removed") from None
+
+    def credentials(self, name: str) -> Credentials:
+        """Return the credentials for calls to the processes of a run. Raises NotFound, and ConfigError if they are not here."""
+        return self._credentials or Credentials(GATEWAY, self.config(name).security)
 
     def _files(self, name: str) -> RunFiles | None:
         """Return the run's files, or None if there is no such run. A link to a folder elsewhere is not a run."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +17,20 @@ import pytest
 
 from quartet.buffer.connection import connect
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.config.deployment import SecurityConfig
 from quartet.contract.control import RunState
 from quartet.contract.status import MODEL_ROLES, Role
 from quartet.gateway.monitors.run_progress import RunMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
+from quartet.rpc.security.allow_list import GATEWAY
+from quartet.rpc.security.certificates import Authority
+from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.servicer import OrchestratorServicer
 from tests.gateway.live_runs import eventually, start_live_run
-from tests.gateway.serving import TIMEOUT, Gateway, create_run, serving
+from tests.gateway.serving import TIMEOUT, Gateway, config_of, create_run, serving
 from tests.training.conftest import MakeConfig
 from tests.training.runs import ActiveRun, Fleet
 
@@ -167,6 +174,31 @@ def test_a_hanging_orchestrator_delays_one_caller_only(tmp_path: Path, monkeypat
     finally:
         orchestrator.proceed.set()
         monitor.close()
+        server.stop(0.0)
+
+
+def test_a_run_with_certificates_is_active_for_a_gateway_of_any_runs(tmp_path: Path) -> None:
+    authority = Authority(timedelta(days=1))
+    for process in (Role.ORCHESTRATOR, GATEWAY):
+        authority.issue(tmp_path / "certificates" / process, [f"{process}.quartet"])
+    security = SecurityConfig(certificates=tmp_path / "certificates")
+    config = config_of(tmp_path / "runs", "some", security=security.model_dump())
+    files = RunFiles(config.run_directory)
+    files.write_config(config.to_yaml())
+    server = Server([HangingOrchestrator()], "127.0.0.1:0", Credentials(Role.ORCHESTRATOR, security))
+    files.write_services({Role.ORCHESTRATOR: (server.address,)})
+    try:
+        with serving(tmp_path / "runs") as gateway:
+            run = gateway.client.get("/runs/some").json()
+            assert (run["live"], run["state"]) == (True, "training")
+            services = gateway.client.get("/runs/some/services").json()
+            assert [(item["role"], item["health"]) for item in services] == [("orchestrator", "serving")]
+        # Without a certificate of its own, the gateway says why it cannot tell.
+        (tmp_path / "certificates" / GATEWAY).rename(tmp_path / "elsewhere")
+        with closing(RunMonitor(RunCatalog(tmp_path / "runs"))) as monitor:
+            assert monitor.progress("some") is None
+            assert re.fullmatch(r"security\.certificates: .*tls\.crt cannot be read .*", monitor.latest("some").error)
+    finally:
         server.stop(0.0)
 
 
