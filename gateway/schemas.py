@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quartet.config.live_settings import LIVE_NAME_PATTERN
 from quartet.contract.control import Alert, Setting, SettingChange
 from quartet.contract.generation import EngineProperties
-from quartet.services.orchestrator.telemetry.timeline import Span
+from quartet.services.orchestrator.telemetry.step_profiler import Span
 
 Item = TypeVar("Item")
 

@@ -15,7 +15,7 @@ from quartet.gateway.http.http_errors import NotFound
 from quartet.gateway.http.pagination import cursor_after, read_cursor
 from quartet.gateway.routes.dependencies import Cursor, Limit, Step, TheReaders, TheRunFiles
 from quartet.gateway.schemas import Page, StepDetail, StepSummary
-from quartet.services.orchestrator.telemetry.timeline import Span
+from quartet.services.orchestrator.telemetry.step_profiler import Span
 
 router = api_router("steps")
 

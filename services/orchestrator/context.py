@@ -63,7 +63,7 @@ class RunContext:
             experience=ExperienceStore(redis, url, run),
             clients=clients,
             # Before the generators are watched on threads: it may refuse the config.
-            telemetry=RunTelemetry(config, files, board, profiler.timeline),
+            telemetry=RunTelemetry(config, files, board, profiler),
             generation=clients.generation(board.note, profiler.observe),
             control=control,
             live_settings=LiveSettings(config, files, control),

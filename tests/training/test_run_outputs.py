@@ -20,7 +20,7 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
-from quartet.services.orchestrator.telemetry.timeline import Timeline
+from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 from quartet.services.orchestrator.training_run import TrainingRun
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, json_lines, orchestrator, run_to_completion, services, step_metrics
@@ -237,7 +237,7 @@ def test_a_full_disk_loses_the_tokenizer_but_not_the_run(run: Run, make: MakeCon
     config = make()
     files, board = RunFiles(config.run_directory), ProgressBoard("run", 2)
     files.root.mkdir(parents=True)
-    telemetry = RunTelemetry(config, files, board, Timeline())
+    telemetry = RunTelemetry(config, files, board, StepProfiler())
     for _ in range(2):
         telemetry.start(FullDiskTokenizer(), "an-id")
     telemetry.close()

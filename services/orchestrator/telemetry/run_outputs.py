@@ -15,7 +15,7 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.experience import PreparedStep
 from quartet.services.orchestrator.checkpointing.step_artifacts import token_arrays
 from quartet.services.orchestrator.control.progress import ProgressBoard
-from quartet.services.orchestrator.telemetry.timeline import Timeline
+from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 from quartet.system.durable_files import replace_directory
 from quartet.telemetry.sinks.background import Sinks
 from quartet.telemetry.sinks.configured import check_sinks, open_sinks
@@ -26,11 +26,11 @@ log = structlog.get_logger()
 class RunTelemetry:
     """Writer of the optional files and sinks. An output that fails is noted once and skipped."""
 
-    def __init__(self, config: Config, files: RunFiles, board: ProgressBoard, timeline: Timeline) -> None:
+    def __init__(self, config: Config, files: RunFiles, board: ProgressBoard, profiler: StepProfiler) -> None:
         """Raise ConfigError if the config requests a sink whose package is not installed."""
         check_sinks(config)
         self._config, self._settings = config, config.telemetry
-        self._files, self._board, self._timeline = files, board, timeline
+        self._files, self._board, self._profiler = files, board, profiler
         self._sinks = Sinks({}, board.note)
         self._failed: set[str] = set()
 
@@ -57,7 +57,7 @@ class RunTelemetry:
     def committed(self, step: int, started: float, metrics: Mapping[str, float]) -> None:
         """Write the timeline since ``started`` (``time.perf_counter``), and pass the metrics of the step to the sinks."""
         seconds = time.perf_counter() - started
-        spans = self._timeline.end_step(started)
+        spans = self._profiler.end_step(started)
         if self._settings.timeline:
             with self._noting_failures("timeline"):
                 self._files.append_timeline(

@@ -2,40 +2,85 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from quartet.services.orchestrator.telemetry.timeline import Timeline
+from quartet.contract.status import Role
 from quartet.telemetry.traces import NoTraces, StepTraces
 
 CallObserver = Callable[[str, str, Future[Any]], None]
 """Function that receives a call that has just started: the service, the phase and the pending result."""
+MAX_SPANS = 200
+"""Largest number of spans kept per step. Beyond it, neighbouring spans of one kind are merged."""
+MAX_GENERATORS = 32
+"""Largest number of generators with their own spans in a step. Those that end last keep them, because the step waits for them."""
+OTHER_GENERATORS = f"{Role.GENERATOR} (others)"
+"""Service of the spans of all other generators."""
+DIGITS = 6
+"""Decimal places of seconds in the file."""
 
 
 def ignore_call(service: str, phase: str, call: Future[Any]) -> None:
     """Do nothing: a ``CallObserver`` for callers without a profiler."""
 
 
-@dataclass(slots=True)
-class SpanTimer:
-    """Duration of a span in seconds, set when the span ends."""
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One activity of a process during a step. Times are in seconds after the start of the step."""
 
-    seconds: float = 0.0
+    service: str
+    """actor, critic, reward, reference, orchestrator or redis; "generator HOST:PORT" for one in a separate process."""
+    phase: str
+    """generate, score, log_probs, values, wait, prepare, seal, update, commit, acknowledge or checkpoint."""
+    start: float
+    end: float
+    count: int = 1
+    """Number of calls in the span. Adjacent calls of one kind are merged if a step has very many."""
+
+    def row(self) -> dict[str, Any]:
+        """Return the span as an object of ``timeline.jsonl``."""
+        start, end = round(self.start, DIGITS), round(self.end, DIGITS)
+        return {"service": self.service, "phase": self.phase, "start": start, "end": end, "count": self.count}
+
+
+@dataclass(slots=True)
+class Activity:
+    """A block or call on the profiler's clock. ``end`` is None while it is in progress."""
+
+    service: str
+    phase: str
+    start: float
+    call: Future[Any] | None
+    end: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Duration of an activity that has ended."""
+        assert self.end is not None
+        return self.end - self.start
 
 
 class StepProfiler:
-    """Profiler of the training thread's blocks in each step, and of the calls that they start."""
+    """Profiler of the training thread's blocks in each step, and of the calls that they start.
 
-    def __init__(self, traces: StepTraces | None = None) -> None:
-        """``traces`` export every step as one trace. Defaults to no traces."""
-        self.timeline = Timeline()
-        self._traces = traces or NoTraces()
+    Thread-safe, because the thread that receives a response records the end of its call.
+    """
+
+    def __init__(self, traces: StepTraces | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        """``traces`` export every step as one trace. Defaults to no traces.
+
+        ``clock`` returns seconds. The start of each step must come from the same clock.
+        """
+        self._traces, self._clock = traces or NoTraces(), clock
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()
+        self._activities: list[Activity] = []
 
     def step(self, step: int) -> AbstractContextManager[None]:
         """Return a context around a whole step, which is the root of its trace. Drops the seconds of a failed attempt."""
@@ -43,26 +88,101 @@ class StepProfiler:
         return self._traces.step(step)
 
     @contextmanager
-    def span(self, service: str, phase: str, waits: bool = False) -> Iterator[SpanTimer]:
+    def span(self, service: str, phase: str, waits: bool = False) -> Iterator[Activity]:
         """Measure the block inside, also if it fails.
 
         ``service`` is the process that works. With ``waits``, the block waits for the calls of other services; the timeline shows
         it as a wait.
         """
-        timer, start = SpanTimer(), time.perf_counter()
+        activity = self._start(service, "wait" if waits else phase, None)
         try:
-            with self.timeline.span(service, "wait" if waits else phase), self._traces.span(service, phase):
-                yield timer
+            with self._traces.span(service, phase):
+                yield activity
         finally:
-            timer.seconds = time.perf_counter() - start
-            self._seconds[phase] += timer.seconds
+            self._end(activity)
+            self._seconds[phase] += activity.seconds
 
     def observe(self, service: str, phase: str, call: Future[Any]) -> None:
         """Record a call that has just started on the timeline, until its response arrives or it fails."""
-        self.timeline.observe(service, phase, call)
+        activity = self._start(service, phase, call)
+        call.add_done_callback(lambda _: self._end(activity))
 
     def take_seconds(self) -> dict[str, float]:
         """Return the seconds of each phase since the last call, as ``PHASE_seconds``."""
         seconds = {f"{phase}_seconds": value for phase, value in self._seconds.items()}
         self._seconds.clear()
         return seconds
+
+    def end_step(self, started: float) -> list[Span]:
+        """Return the spans since ``started``, sorted by service and start, at most MAX_SPANS.
+
+        An activity in progress is cut at the current time, and continues in the next step.
+        """
+        with self._lock:
+            now = self._clock()
+            for activity in self._activities:
+                # The training thread may see the response before the callback records its end.
+                if activity.end is None and activity.call is not None and activity.call.done():
+                    activity.end = now
+            activities = self._activities
+            self._activities = [activity for activity in activities if activity.end is None]
+            spans = [
+                Span(item.service, item.phase, max(0.0, item.start - started), (item.end or now) - started)
+                for item in activities
+                if (item.end or now) > started
+            ]
+        return merge_neighbours(join_generators(spans, MAX_GENERATORS), MAX_SPANS)
+
+    def _start(self, service: str, phase: str, call: Future[Any] | None) -> Activity:
+        with self._lock:
+            activity = Activity(service, phase, self._clock(), call)
+            self._activities.append(activity)
+        return activity
+
+    def _end(self, activity: Activity) -> None:
+        with self._lock:
+            if activity.end is None:
+                activity.end = self._clock()
+
+
+def join_generators(spans: Sequence[Span], max_generators: int) -> list[Span]:
+    """Give the spans of all generators but ``max_generators`` to OTHER_GENERATORS. Those that end last keep their spans."""
+    ends: defaultdict[str, float] = defaultdict(float)
+    for span in spans:
+        if span.service.startswith(f"{Role.GENERATOR} "):
+            ends[span.service] = max(ends[span.service], span.end)
+    if len(ends) <= max_generators:
+        return [*spans]
+    others = set(sorted(ends, key=lambda service: (-ends[service], service))[max_generators:])
+    return [replace(span, service=OTHER_GENERATORS) if span.service in others else span for span in spans]
+
+
+def merge_neighbours(spans: Sequence[Span], max_spans: int) -> list[Span]:
+    """Merge neighbouring spans of one service and phase over the smallest gaps, until at most ``max_spans`` are left.
+
+    At least one span of each service and phase remains. The result is sorted by service and start.
+    """
+    kinds: defaultdict[tuple[str, str], list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=lambda span: span.start):
+        kinds[span.service, span.phase].append(span)
+    gaps = []
+    for kind, neighbours in kinds.items():
+        end = neighbours[0].end
+        for index, span in enumerate(neighbours[1:], 1):
+            gaps.append((span.start - end, kind, index))
+            end = max(end, span.end)
+    closed = {(kind, index) for _, kind, index in sorted(gaps)[: max(0, len(spans) - max_spans)]}
+    groups: list[list[Span]] = []
+    for kind, neighbours in kinds.items():
+        for index, span in enumerate(neighbours):
+            if (kind, index) in closed:
+                groups[-1].append(span)
+            else:
+                groups.append([span])
+    return sorted(map(_merged, groups), key=lambda span: (span.service, span.start, span.phase))
+
+
+def _merged(group: Sequence[Span]) -> Span:
+    first = group[0]
+    end, count = max(span.end for span in group), sum(span.count for span in group)
+    return Span(first.service, first.phase, first.start, end, count)

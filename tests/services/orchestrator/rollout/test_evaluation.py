@@ -28,8 +28,7 @@ from quartet.services.orchestrator.rollout.evaluation import EvaluationSchedule,
 from quartet.services.orchestrator.rollout.generation import ActorGeneration, RepeatabilityNotes
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
-from quartet.services.orchestrator.telemetry.step_profiler import ignore_call
-from quartet.services.orchestrator.telemetry.timeline import Timeline
+from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler, ignore_call
 from tests.buffer.samples import trajectory
 from tests.services.model_services import Services, replicas_of, save_checkpoint, start_generation
 from tests.unit.models import tiny
@@ -324,7 +323,7 @@ def test_evaluations_run_before_the_first_step_at_the_interval_and_after_the_las
     def schedule(config: Config) -> EvaluationSchedule:
         files, board = RunFiles(config.run_directory), ProgressBoard("run", 14)
         evaluator = build(config) if config.evaluation.every_steps else None
-        telemetry = RunTelemetry(config, files, board, Timeline())
+        telemetry = RunTelemetry(config, files, board, StepProfiler())
         run: Any = SimpleNamespace(config=config, files=files, board=board, telemetry=telemetry)
         return EvaluationSchedule(run, evaluator)
 

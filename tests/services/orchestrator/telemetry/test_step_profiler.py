@@ -1,14 +1,24 @@
-"""One span feeds three exporters: step seconds, timeline and traces."""
+"""One span feeds three exporters: step seconds, timeline and traces. The timeline merges spans if there are many."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
+from quartet.services.orchestrator.telemetry.step_profiler import (
+    MAX_GENERATORS,
+    MAX_SPANS,
+    OTHER_GENERATORS,
+    Span,
+    StepProfiler,
+    join_generators,
+    merge_neighbours,
+)
+from tests.services.orchestrator.fake_services import FakeCall
 
 
 class RecordedTraces:
@@ -35,7 +45,7 @@ def test_a_span_reaches_all_three_exporters() -> None:
     with profiler.step(4), profiler.span("redis", "seal") as timer:
         time.sleep(0.01)
     assert traces.names == ["step 4", "redis seal"]
-    [span] = profiler.timeline.end_step(started)
+    [span] = profiler.end_step(started)
     assert (span.service, span.phase) == ("redis", "seal")
     assert timer.seconds >= 0.01
     assert profiler.take_seconds() == {"seal_seconds": timer.seconds}
@@ -48,7 +58,7 @@ def test_a_waiting_span_is_a_wait_on_the_timeline_and_keeps_its_phase_elsewhere(
     started = time.perf_counter()
     with profiler.span("orchestrator", "update", waits=True):
         time.sleep(0.001)
-    [span] = profiler.timeline.end_step(started)
+    [span] = profiler.end_step(started)
     assert (span.service, span.phase) == ("orchestrator", "wait")
     assert traces.names == ["orchestrator update"]
     assert set(profiler.take_seconds()) == {"update_seconds"}
@@ -65,7 +75,7 @@ def test_a_failed_span_is_measured_and_raises() -> None:
     with pytest.raises(ValueError, match="failed"), profiler.span("redis", "lease"):
         fail()
     assert set(profiler.take_seconds()) == {"lease_seconds"}
-    assert [span.phase for span in profiler.timeline.end_step(started)] == ["lease"]
+    assert [span.phase for span in profiler.end_step(started)] == ["lease"]
 
 
 def test_repeated_spans_of_a_phase_add_up() -> None:
@@ -76,3 +86,154 @@ def test_repeated_spans_of_a_phase_add_up() -> None:
             pass
         seconds.append(timer.seconds)
     assert profiler.take_seconds()["lease_seconds"] == pytest.approx(sum(seconds))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Call(FakeCall):
+    """A call whose completion callback the test runs."""
+
+    def add_done_callback(self, callback: object) -> None:
+        self.callback = callback
+
+    def end(self) -> None:
+        self.complete()
+        self.callback(self)  # type: ignore[operator]
+
+
+def watch(profiler: StepProfiler, service: str, phase: str) -> Call:
+    call = Call()
+    profiler.observe(service, phase, call)  # type: ignore[arg-type]
+    return call
+
+
+def test_calls_and_blocks_are_relative_to_the_start_of_the_step() -> None:
+    clock = Clock()
+    profiler = StepProfiler(clock=clock)
+    clock.now = 101.0
+    generation = watch(profiler, "actor", "generate")
+    clock.now = 102.0
+    scores = watch(profiler, "reward", "score")
+    clock.now = 102.5
+    scores.end()
+    clock.now = 103.0
+    generation.end()
+    with profiler.span("orchestrator", "prepare"):
+        clock.now = 103.25
+    assert profiler.end_step(100.0) == [
+        Span("actor", "generate", 1.0, 3.0),
+        Span("orchestrator", "prepare", 3.0, 3.25),
+        Span("reward", "score", 2.0, 2.5),
+    ]
+    assert profiler.end_step(100.0) == []
+
+
+def test_a_call_across_two_steps_is_part_of_both() -> None:
+    clock = Clock()
+    profiler = StepProfiler(clock=clock)
+    saving = watch(profiler, "actor", "checkpoint")
+    clock.now = 110.0
+    assert profiler.end_step(104.0) == [Span("actor", "checkpoint", 0.0, 6.0)]
+    clock.now = 113.0
+    saving.end()
+    clock.now = 120.0
+    assert profiler.end_step(111.0) == [Span("actor", "checkpoint", 0.0, 2.0)]
+    assert profiler.end_step(111.0) == []
+
+
+def test_a_block_that_ended_before_the_step_is_excluded() -> None:
+    clock = Clock()
+    profiler = StepProfiler(clock=clock)
+
+    def fail() -> None:
+        clock.now = 101.0
+        raise ValueError("failed")
+
+    with pytest.raises(ValueError, match="failed"), profiler.span("redis", "seal"):
+        fail()
+    clock.now = 105.0
+    assert profiler.end_step(103.0) == []
+
+
+def test_a_response_ends_its_span_before_the_callback_runs() -> None:
+    clock = Clock()
+    profiler = StepProfiler(clock=clock)
+    call = watch(profiler, "actor", "update")
+    call.complete()
+    clock.now = 101.0
+    assert profiler.end_step(100.0) == [Span("actor", "update", 0.0, 1.0)]
+    clock.now = 102.0
+    call.end()
+    assert profiler.end_step(100.0) == []
+
+
+def test_neighbours_of_one_kind_are_merged_over_the_smallest_gaps() -> None:
+    spans = [Span("reward", "score", start, start + 1.0) for start in (0.0, 1.1, 5.0, 6.5)]
+    spans.append(Span("critic", "values", 1.05, 1.06))
+    assert merge_neighbours(spans, 5) == sorted(spans, key=lambda span: (span.service, span.start))
+    assert merge_neighbours(spans, 3) == [
+        Span("critic", "values", 1.05, 1.06),
+        Span("reward", "score", 0.0, 2.1, 2),
+        Span("reward", "score", 5.0, 7.5, 2),
+    ]
+    # At least one span of each kind remains.
+    assert merge_neighbours(spans, 0) == [Span("critic", "values", 1.05, 1.06), Span("reward", "score", 0.0, 7.5, 4)]
+
+
+def test_overlapping_calls_are_merged_first() -> None:
+    spans = [Span("reward", "score", 0.0, 9.0), Span("reward", "score", 1.0, 2.0), Span("reward", "score", 9.5, 10.0)]
+    assert merge_neighbours(spans, 2) == [Span("reward", "score", 0.0, 9.0, 2), Span("reward", "score", 9.5, 10.0)]
+
+
+def test_a_step_with_many_calls_has_few_spans_and_counts_every_call() -> None:
+    profiler = StepProfiler()
+    started = time.perf_counter()
+
+    def work(service: str) -> None:
+        for _ in range(1000):
+            watch(profiler, service, "score").end()
+
+    threads = [threading.Thread(target=work, args=(service,)) for service in ("reward", "reference")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    spans = profiler.end_step(started)
+    assert len(spans) == MAX_SPANS
+    assert sum(span.count for span in spans) == 2000
+    assert {span.service for span in spans} == {"reward", "reference"}
+
+
+def test_generators_that_finish_last_keep_their_spans() -> None:
+    spans = [Span(f"generator host:{port}", "generate", 0.0, float(port)) for port in range(4)] + [
+        Span("actor", "update", 4.0, 5.0)
+    ]
+    joined = join_generators(spans, 2)
+    assert [span.service for span in joined] == [
+        OTHER_GENERATORS,
+        OTHER_GENERATORS,
+        "generator host:2",
+        "generator host:3",
+        "actor",
+    ]
+    assert join_generators(spans, 4) == spans
+
+
+def test_the_spans_of_many_generators_are_bounded() -> None:
+    clock = Clock()
+    profiler = StepProfiler(clock=clock)
+    for port in range(256):
+        for phase in ("update_weights", "generate", "generate"):
+            call = watch(profiler, f"generator host:{port}", phase)
+            clock.now += 0.001
+            call.end()
+    spans = profiler.end_step(100.0)
+    assert len(spans) <= MAX_SPANS
+    assert len({span.service for span in spans}) == MAX_GENERATORS + 1
+    assert sum(span.count for span in spans) == 3 * 256
