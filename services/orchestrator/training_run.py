@@ -36,7 +36,7 @@ from quartet.services.orchestrator.handshake import (
     model_files_of,
 )
 from quartet.services.orchestrator.leadership import Leadership, acquire_lease
-from quartet.services.orchestrator.rollout.evaluation import EvaluationSchedule, Evaluator
+from quartet.services.orchestrator.rollout.evaluation import Evaluator
 from quartet.services.orchestrator.rollout.prompts import training_prompts, validation_prompts
 from quartet.services.orchestrator.service_clients import ServiceStatuses
 from quartet.services.orchestrator.step import StepTransaction
@@ -57,7 +57,7 @@ class LoadedRun:
     """The parts of a run that depend on its services. Created once all services have responded."""
 
     identity: Identity
-    evaluations: EvaluationSchedule
+    evaluator: Evaluator
     steps: StepTransaction
 
 
@@ -170,9 +170,9 @@ class TrainingRun:
         contents = set_contents(config, stored.revisions if stored else {}, self._show_phase)
         revisions = {key: content.revision for key, content in contents.items()}
         order = training_prompts(config, statuses, self._board.note, self._show_phase, revisions)
-        if config.evaluation.every_steps:
-            prompts = validation_prompts(config, statuses, self._board.note, revisions)
-            self._evaluator = Evaluator(self._run, prompts, tokenizer)
+        evaluates = config.evaluation.every_steps > 0
+        prompts = validation_prompts(config, statuses, self._board.note, revisions) if evaluates else []
+        evaluator = self._evaluator = Evaluator(self._run, prompts, tokenizer)
         micro_batches = {client.role: statuses[client.role].micro_batch_tokens for client in self._run.clients.trained}
         engines = self._run.generation.engines()
         if stored is not None and (moved := moved_note(stored.engines, engines)):
@@ -186,7 +186,7 @@ class TrainingRun:
         steps = StepTransaction(
             self._run, identity, tokenizer, order, self._preparation, self._checkpoints, self._attempts
         )
-        return LoadedRun(identity, EvaluationSchedule(self._run, self._evaluator), steps)
+        return LoadedRun(identity, evaluator, steps)
 
     def _show_phase(self, line: str) -> None:
         self._board.update(phase=line)
@@ -223,7 +223,7 @@ class TrainingRun:
         recovery = Recovery(self._run, lease.epoch, loaded.identity, own_models)
         point = recovery.to_last_commit(self._checkpoints.newest, statuses, algorithm_state, loaded.steps.pending_step)
         self._checkpoints.resume(point.checkpoint, point.step)
-        loaded.evaluations.resume()
+        loaded.evaluator.resume()
         self._run.telemetry.continues_from(point.step)
         self._alerts.resume(point.step, algorithm_state.alerts)
         self.live_settings.resume(point.committed, algorithm_state)
@@ -305,7 +305,7 @@ class TrainingLoop:
     ) -> None:
         self._run, self._control, self._board = run, run.control, run.board
         self._num_steps, self._off_policy = run.config.run.steps, run.config.rollout.max_off_policy_steps > 0
-        self._evaluations, self._steps, self._leadership = loaded.evaluations, loaded.steps, leadership
+        self._evaluator, self._steps, self._leadership = loaded.evaluator, loaded.steps, leadership
         self._preparation, self._checkpoints, self._alerts = preparation, checkpoints, alerts
         self._reference = ReferenceSynchronizer(run)
 
@@ -338,7 +338,7 @@ class TrainingLoop:
 
     def _continues_directly(self, step: int) -> bool:
         """Return whether the next step can start directly after ``step``, as currently known."""
-        evaluates = self._evaluations.is_due(step, last=False)
+        evaluates = self._evaluator.is_due(step, last=False)
         saves = self._checkpoints.is_due(step, last=False, requested=False)
         waits = evaluates or saves or self._reference.is_due(step)
         return step < self._num_steps and self._control.idle and not waits
@@ -368,10 +368,10 @@ class TrainingLoop:
             self._checkpoints.start(step, self._leadership.epoch, self._leadership.algorithm_state.state())
 
     def _evaluate_if_due(self, step: int) -> None:
-        if self._evaluations.is_due(step, self._is_last(step)):
+        if self._evaluator.is_due(step, self._is_last(step)):
             if not self._off_policy:
                 self._preparation.discard()
-            self._evaluations.evaluate(step, self._leadership.epoch)
+            self._evaluator.evaluate_and_report(step, self._leadership.epoch)
 
     def _is_last(self, step: int) -> bool:
         # One of the models may have applied the pending step, so it is finished before a stop.

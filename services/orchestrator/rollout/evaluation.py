@@ -39,17 +39,19 @@ class Evaluator:
     """Evaluator of the policy: two responses to each validation prompt, greedy and sampled, compared with the initial policy's.
 
     The evaluation before the first step is the baseline of all later ones. If another process made it, it is read from the run's
-    files.
+    files. A failure of a later one does not stop training.
     """
 
     def __init__(self, run: RunContext, prompts: Sequence[Prompt], tokenizer: Any) -> None:
-        """``prompts`` come from ``read_validation_prompts``, in order.
+        """``prompts`` come from ``read_validation_prompts``, in order. A run without evaluations needs none.
 
         Starts the judge's process, if a judge is configured; ``close`` ends it. Raises ConfigError if the judge cannot be
         imported.
         """
         config = run.config
         self._config, self._generation, self._files = config, run.generation, run.files
+        self._board, self._telemetry, self._every = run.board, run.telemetry, config.evaluation.every_steps
+        self._last_step: int | None = None
         # An evaluation uses the weights of an ensemble's parts in the last step.
         self._config_at = run.live_settings.config_at
         self._stream = RolloutStream(run.redis, run.url, stream_name(config.run.name))
@@ -58,16 +60,43 @@ class Evaluator:
         self._prompts = list(prompts)
         self._tokenizer = tokenizer
         self._baseline: dict[int, PromptResponses] | None = None
-        judge = config.evaluation.judge
+        judge = config.evaluation.judge if self._every else None
         self._worker = (
             FunctionWorker(judge, "evaluation.judge", quotes=config.evaluation.quote_texts) if judge else None
         )
         self._judge = Judge(judge, self._worker, config.evaluation.timeout_seconds) if judge and self._worker else None
 
-    @property
-    def responses(self) -> int:
-        """Number of responses per evaluation."""
-        return 2 * len(self._prompts)
+    def resume(self) -> None:
+        """Continue after the last evaluation in the run's files."""
+        self._last_step = self._files.last_evaluated_step()
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """Return whether to evaluate after ``step``; step 0 is before the first. ``last``: no step follows."""
+        if not self._every or step == self._last_step:
+            return False
+        return step % self._every == 0 or last
+
+    def evaluate_and_report(self, step: int, leader_epoch: int) -> None:
+        """Evaluate the policy after ``step`` and report the result. A failure is recorded; at step 0 it is raised."""
+        self._last_step = step
+        self._board.update(phase="evaluate", num_scored=0, num_expected=2 * len(self._prompts))
+        try:
+            summary = self.evaluate(step, step, leader_epoch, self._board.show_scored)
+        except (ComputationFailed, InvalidRequest) as error:
+            if step == 0:
+                raise
+            self._files.append_failed_trajectories(failed_evaluation_row(self._config.run.name, step, error))
+            # The text of other errors may quote a response, which does not belong in a log.
+            cause = str(error) if isinstance(error, ScorerFailed) else type(error).__name__
+            log.warning("evaluation failed", step=step, error=cause)
+            self._board.note(
+                f"evaluation after step {step} failed: {cause}; see failed_trajectories.jsonl; the run continues"
+            )
+            return
+        log.info("evaluation finished", step=step, **summary)
+        self._telemetry.evaluated(step, summary)
+        metrics = ", ".join(f"{name.removeprefix('eval_').replace('_', ' ')} {summary[name]:.2f}" for name in summary)
+        self._board.note(f"evaluation after step {step}: {metrics}")
 
     def evaluate(
         self,
@@ -156,55 +185,3 @@ class Evaluator:
             )
             for item, text in zip(collected.scored, texts, strict=True)
         ]
-
-
-class EvaluationSchedule:
-    """Schedule of the evaluations, which reports their results.
-
-    A failed evaluation does not stop training, except the one before the first step, which is the baseline of all others.
-    """
-
-    def __init__(self, run: RunContext, evaluator: Evaluator | None) -> None:
-        """``evaluator`` is None if the run has no evaluations. The schedule closes it."""
-        self._run, self._every, self._evaluator = run.config.run.name, run.config.evaluation.every_steps, evaluator
-        self._files, self._board, self._telemetry = run.files, run.board, run.telemetry
-        self._last_step: int | None = None
-
-    def resume(self) -> None:
-        """Continue after the last evaluation in the run's files."""
-        self._last_step = self._files.last_evaluated_step()
-
-    def is_due(self, step: int, last: bool) -> bool:
-        """Return whether to evaluate after ``step``; step 0 is before the first. ``last``: no step follows."""
-        if self._evaluator is None or step == self._last_step:
-            return False
-        return step % self._every == 0 or last
-
-    def evaluate(self, step: int, leader_epoch: int) -> None:
-        """Evaluate the policy after ``step`` and report the result. A failure is recorded; at step 0 it is raised."""
-        evaluator = self._evaluator
-        assert evaluator is not None
-        self._last_step = step
-        self._board.update(phase="evaluate", num_scored=0, num_expected=evaluator.responses)
-        try:
-            summary = evaluator.evaluate(step, step, leader_epoch, self._board.show_scored)
-        except (ComputationFailed, InvalidRequest) as error:
-            if step == 0:
-                raise
-            self._files.append_failed_trajectories(failed_evaluation_row(self._run, step, error))
-            # The text of other errors may quote a response, which does not belong in a log.
-            cause = str(error) if isinstance(error, ScorerFailed) else type(error).__name__
-            log.warning("evaluation failed", step=step, error=cause)
-            self._board.note(
-                f"evaluation after step {step} failed: {cause}; see failed_trajectories.jsonl; the run continues"
-            )
-            return
-        log.info("evaluation finished", step=step, **summary)
-        self._telemetry.evaluated(step, summary)
-        metrics = ", ".join(f"{name.removeprefix('eval_').replace('_', ' ')} {summary[name]:.2f}" for name in summary)
-        self._board.note(f"evaluation after step {step}: {metrics}")
-
-    def close(self) -> None:
-        """Close the evaluator. May be called again."""
-        if self._evaluator is not None:
-            self._evaluator.close()

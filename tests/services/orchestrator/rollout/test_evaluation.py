@@ -24,11 +24,10 @@ from quartet.rpc.clients import GenerationClient
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
 from quartet.services.orchestrator.control.progress import ProgressBoard
-from quartet.services.orchestrator.rollout.evaluation import EvaluationSchedule, Evaluator
+from quartet.services.orchestrator.rollout.evaluation import Evaluator
 from quartet.services.orchestrator.rollout.generation import ActorGeneration, RepeatabilityNotes
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
-from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
-from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler, ignore_call
+from quartet.services.orchestrator.telemetry.step_profiler import ignore_call
 from tests.buffer.samples import trajectory
 from tests.services.model_services import Services, replicas_of, save_checkpoint, start_generation
 from tests.unit.models import tiny
@@ -113,6 +112,8 @@ def build(services: Services, clients: dict[Role, Any], redis_client: Redis, red
                 generation=ActorGeneration(client, actor, False, ignore_call, RepeatabilityNotes(config, print)),
                 clients=SimpleNamespace(scoring=lambda for_training: scoring),
                 live_settings=SimpleNamespace(config_at=lambda _: config),
+                board=ProgressBoard(config.run.name, config.run.steps),
+                telemetry=None,
             )
             evaluator = Evaluator(run, prompts, tiny.tokenizer())
             stack.callback(evaluator.close)
@@ -320,14 +321,7 @@ def test_a_judge_that_cannot_be_imported_is_refused_before_generation(build: Bui
 def test_evaluations_run_before_the_first_step_at_the_interval_and_after_the_last(
     build: Build, configure: Configure
 ) -> None:
-    def schedule(config: Config) -> EvaluationSchedule:
-        files, board = RunFiles(config.run_directory), ProgressBoard("run", 14)
-        evaluator = build(config) if config.evaluation.every_steps else None
-        telemetry = RunTelemetry(config, files, board, StepProfiler())
-        run: Any = SimpleNamespace(config=config, files=files, board=board, telemetry=telemetry)
-        return EvaluationSchedule(run, evaluator)
-
-    regular = schedule(configure())
+    regular = build(configure())
     assert [step for step in range(14) if regular.is_due(step, last=step == 13)] == [0, 5, 10, 13]
-    never = schedule(configure(evaluation={"every_steps": 0}))
+    never = build(configure(evaluation={"every_steps": 0, "judge": "mine:absent"}))
     assert not any(never.is_due(step, last=True) for step in range(14))
