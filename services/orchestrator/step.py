@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import structlog
 
+from quartet.config.live_settings import with_values
+from quartet.config.models import TrainedModelConfig
+from quartet.config.root import Config
 from quartet.contract.control import Alert
 from quartet.contract.status import Role
 from quartet.contract.update import UpdateResult
 from quartet.data.prompt_order import PromptSequence, StepPrompts
 from quartet.errors import TooManyFailedTrajectories
 from quartet.run_directory.identity import Identity
-from quartet.services.orchestrator.algorithm.update_request import ModelUpdater
+from quartet.services.orchestrator.algorithm import update_request
+from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
 from quartet.services.orchestrator.checkpointing.recovery import RecoveryAttempts
 from quartet.services.orchestrator.checkpointing.step_artifacts import (
@@ -55,14 +60,14 @@ class StepTransaction:
         checkpoints: CheckpointScheduler,
         attempts: RecoveryAttempts,
     ) -> None:
-        """``tokenizer`` decodes the responses. ``checkpoints`` finishes the checkpoint in progress before the models change.
+        """``identity`` holds the micro-batch sizes of the run. ``tokenizer`` decodes the responses.
 
-        ``attempts`` records every commit.
+        ``checkpoints`` finishes the checkpoint in progress before the models change. ``attempts`` records every commit.
         """
         self._run, self._board, self._profiler = run, run.board, run.profiler
         self._rollout, self._off_policy = run.config.rollout, OffPolicySchedule.of(run.config)
         self._sequence = PromptSequence(order, self._rollout.prompts_per_step)
-        self._tokenizer, self._preparation, self._updater = tokenizer, preparation, ModelUpdater(run, identity)
+        self._identity, self._tokenizer, self._preparation = identity, tokenizer, preparation
         self._checkpoints, self._attempts = checkpoints, attempts
         self._pending: PendingStep | None = None
 
@@ -101,7 +106,7 @@ class StepTransaction:
         with self._profiler.span(Role.ORCHESTRATOR, "update", waits=True) as updating:
             updates, record = self._update(step, leadership, pending, continues_directly)
         failpoint("orchestrator.updated")
-        algorithm = self._updater.config_at(step, leadership.algorithm_state).algorithm
+        algorithm = self._config_at(step, leadership.algorithm_state).algorithm
         metrics = {
             **self._metrics(step, pending, record, updates),
             **({"entropy_coefficient": algorithm.entropy_coefficient} if algorithm.trains_entropy else {}),
@@ -143,7 +148,7 @@ class StepTransaction:
     ) -> tuple[dict[Role, UpdateResult], StepRecord]:
         """Update the models, and compute the diagnostics of the step while they train."""
         self._board.update(phase="update")
-        calls = self._updater.start(step, leadership.epoch, leadership.algorithm_state)
+        calls = self._start_updates(step, leadership.epoch, leadership.algorithm_state)
         record = self._record(pending)
         published = False
 
@@ -158,6 +163,34 @@ class StepTransaction:
 
         wait_for_all(list(calls.values()), start_next_generation)
         return {role: call.result() for role, call in calls.items()}, record
+
+    def _start_updates(
+        self, step: int, leader_epoch: int, algorithm_state: AlgorithmState
+    ) -> dict[Role, Future[UpdateResult]]:
+        """Start the updates of ``step``, the next after ``algorithm_state``, at all trained models together."""
+        rates, config = self._learning_rates(step), self._config_at(step, algorithm_state)
+        calls = {}
+        for client in self._run.clients.trained:
+            tokens = self._identity.micro_batch_tokens_of(client.role)
+            calls[client.role] = update_request.start_update(
+                client, config, step, leader_epoch, rates[client.role], tokens
+            )
+        for role, call in calls.items():
+            self._profiler.observe(role, "update", call)
+        return calls
+
+    def _config_at(self, step: int, algorithm_state: AlgorithmState) -> Config:
+        """Return the config of ``step``, the next after ``algorithm_state``: with live changes, and what controllers hold."""
+        return with_values(self._run.live_settings.config_at(step), algorithm_state.coefficients)
+
+    def _learning_rates(self, step: int) -> dict[Role, float]:
+        """Return the learning rate of each trained model in ``step``: its schedule, scaled by live changes."""
+        config, changed, rates = self._run.config, self._run.live_settings.config_at(step), {}
+        for role in (client.role for client in self._run.clients.trained):
+            own: TrainedModelConfig = getattr(config, role)
+            scale = getattr(changed, role).learning_rate / own.learning_rate
+            rates[role] = update_request.learning_rate_at(config, own, step) * scale
+        return rates
 
     def _seal(self, pending: PendingStep) -> None:
         """Write the experience to the buffer. From here on, any leader can replay the step."""
@@ -217,7 +250,7 @@ class StepTransaction:
         prepared = pending.prepared
         trajectories = [item.trajectory for item in pending.collected.scored]
         lag, in_flight = step - 1 - prepared.experience.policy_version, self._rollout.in_flight_updates
-        rates = {f"learning_rate_{role}": rate for role, rate in self._updater.learning_rates(step).items()}
+        rates = {f"learning_rate_{role}": rate for role, rate in self._learning_rates(step).items()}
         return {
             "step": step,
             **prepared.metrics,

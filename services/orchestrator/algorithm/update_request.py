@@ -5,12 +5,10 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from quartet.config.algorithm import AlgorithmConfig
-from quartet.config.live_settings import with_values
 from quartet.config.models import TrainedModelConfig
 from quartet.config.rollout import RolloutConfig
 from quartet.config.rollout_correction import RolloutCorrectionConfig
 from quartet.config.root import Config
-from quartet.contract.status import Role
 from quartet.contract.update import (
     OptimizationSettings,
     PolicyLossSettings,
@@ -21,9 +19,6 @@ from quartet.contract.update import (
 )
 from quartet.ppo.learning_rate import scheduled_learning_rate
 from quartet.rpc.clients import ActorClient, CriticClient
-from quartet.run_directory.identity import Identity
-from quartet.services.orchestrator.algorithm.state import AlgorithmState
-from quartet.services.orchestrator.context import RunContext
 
 
 def learning_rate_at(config: Config, trained: TrainedModelConfig, step: int) -> float:
@@ -125,43 +120,3 @@ def start_update(
         return client.update(config.run.name, step, leader_epoch, optimization, loss)
     optimization = optimization_at(config, config.critic, step, learning_rate, micro_batch_tokens)
     return client.update(config.run.name, step, leader_epoch, optimization, value_loss_of(config.algorithm))
-
-
-class ModelUpdater:
-    """Sender of a step's update requests to all trained models, with the current live settings."""
-
-    def __init__(self, run: RunContext, identity: Identity) -> None:
-        """``identity`` holds the micro-batch sizes of the run."""
-        self._run, self._identity = run, identity
-
-    def start(self, step: int, leader_epoch: int, algorithm_state: AlgorithmState) -> dict[Role, Future[UpdateResult]]:
-        """Start the updates of ``step``, the next after ``algorithm_state``, at all trained models together."""
-        rates, config = self.learning_rates(step), self.config_at(step, algorithm_state)
-        calls = {
-            client.role: start_update(
-                client,
-                config,
-                step,
-                leader_epoch,
-                rates[client.role],
-                self._identity.micro_batch_tokens_of(client.role),
-            )
-            for client in self._run.clients.trained
-        }
-        for role, call in calls.items():
-            self._run.profiler.observe(role, "update", call)
-        return calls
-
-    def config_at(self, step: int, algorithm_state: AlgorithmState) -> Config:
-        """Return the config of ``step``, the next after ``algorithm_state``: with live changes, and what controllers hold."""
-        return with_values(self._run.live_settings.config_at(step), algorithm_state.coefficients)
-
-    def learning_rates(self, step: int) -> dict[Role, float]:
-        """Return the learning rate of each trained model in ``step``: its schedule, scaled by live changes."""
-        config = self._run.live_settings.config_at(step)
-        return {client.role: self._learning_rate(config, client.role, step) for client in self._run.clients.trained}
-
-    def _learning_rate(self, config: Config, role: Role, step: int) -> float:
-        configured: TrainedModelConfig = getattr(self._run.config, role)
-        changed: TrainedModelConfig = getattr(config, role)
-        return learning_rate_at(self._run.config, configured, step) * (changed.learning_rate / configured.learning_rate)

@@ -86,9 +86,7 @@ class Parts:
     def write_failed_trajectories(self, step: int, failed: Any) -> None:
         self.calls.append(f"failed {step}: {failed}")
 
-    # ModelUpdater
-
-    def start(self, step: int, epoch: int, state: AlgorithmState) -> dict[Role, Future[UpdateResult]]:
+    def start_updates(self, step: int, epoch: int, state: AlgorithmState) -> dict[Role, Future[UpdateResult]]:
         calls: dict[Role, Future[UpdateResult]] = {}
         for role in (Role.ACTOR, Role.CRITIC):
             calls[role] = Future()
@@ -139,9 +137,9 @@ class Transaction:
         run: Any = SimpleNamespace(config=config, board=ProgressBoard("run", 9), profiler=StepProfiler())
         identity: Any = None
         self.steps = StepTransaction(run, identity, None, Prompts(), any_parts, any_parts, self.attempts)
-        self.steps._updater = any_parts
-        for name in ("seal", "record", "commit", "clean_up", "report", "write_failed_trajectories"):
+        for name in ("seal", "start_updates", "config_at", "learning_rates", "record", "commit", "clean_up", "report"):
             setattr(self.steps, f"_{name}", getattr(parts, name))
+        self.steps._write_failed_trajectories = parts.write_failed_trajectories  # type: ignore[method-assign]
         self.state = AlgorithmState(config)
         self._leadership: Any = SimpleNamespace(epoch=3, algorithm_state=self.state, check=parts.check)
 
