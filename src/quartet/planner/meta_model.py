@@ -72,7 +72,7 @@ def _measure(model: Any) -> MeasuredShape:
     # Layers that share weights are each multiplied with them.
     matrices = sum(value.numel() for _, value in layers.named_parameters(remove_duplicate=False) if value.ndim > 1)
     matrices -= round(in_experts * (1 - active / num_experts)) if num_experts else 0
-    inner = [size for module in layers.modules() if _is_linear(module) for size in module.weight.shape]
+    inner = [size for module in layers.modules() if is_linear(module) for size in module.weight.shape]
     inner += [active * size for value in experts for size in value.shape[1:]]
     step, tokens = _lengths(config, layers)
     short, long = _Pass.of(model, layers, tokens - step, saves=False), _Pass.of(model, layers, tokens, saves=True)
@@ -136,7 +136,8 @@ def _experts(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def _is_linear(module: nn.Module) -> bool:
+@torch.no_grad()
+def is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer with one output. Routers of some models return several."""
     if not isinstance(module, nn.Linear | Conv1D):
         return False
@@ -155,7 +156,7 @@ def _adapted(model: nn.Module, projection: Any) -> int:
         module
         for name, module in model.named_modules()
         # The parents of dt_proj multiply with its weight themselves.
-        if module is not projection and _is_linear(module) and name.rpartition(".")[2] != "dt_proj"
+        if module is not projection and is_linear(module) and name.rpartition(".")[2] != "dt_proj"
     ]
     linear = [module for module in linear if uses[id(module.weight)] == 1]
     sizes = sum(sum(module.weight.shape) for module in linear)

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any
 import safetensors.torch
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from quartet.errors import ModelError
 from quartet.model_files.adapter_files import CONFIG_FILE
 from quartet.models.weights.snapshot import Writer, host_copy, host_state
 from quartet.models.weights.towers import unloaded_tensors
+from quartet.planner.meta_model import is_linear
 
 if TYPE_CHECKING:
     import peft  # Imported where it is used: it takes seconds, and only runs with an adapter need it.
@@ -358,7 +358,7 @@ def _targets(model: Any, target_modules: Sequence[str]) -> tuple[set[str], set[s
     """Return the names of the linear layers and of the parameters of experts that get an adapter. Raises ModelError."""
     projection = model.get_output_embeddings()
     modules = dict(model.named_modules())
-    linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and _is_linear(module)}
+    linear = {name for name, module in modules.items() if is_linear(module)}
     bypassed = {name for name in linear if _is_bypassed(modules, name)}
     linear -= bypassed
     # Outside the language model of a multimodal model.
@@ -394,17 +394,6 @@ def _targets(model: Any, target_modules: Sequence[str]) -> tuple[set[str], set[s
             )
         results |= matching
     return (results & linear) - frozen, results & experts
-
-
-@torch.inference_mode()
-def _is_linear(module: nn.Linear | Conv1D) -> bool:
-    """Return whether a layer returns one tensor. Routers of some models are linear layers that return several."""
-    if type(module).forward in (nn.Linear.forward, Conv1D.forward):
-        return True
-    try:
-        return isinstance(module(module.weight.new_zeros(1, module.weight.shape[1])), torch.Tensor)
-    except (RuntimeError, TypeError, ValueError, IndexError):
-        return False
 
 
 def _is_bypassed(modules: dict[str, nn.Module], name: str) -> bool:
