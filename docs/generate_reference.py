@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from quartet.cli import config_reference
+
 FOLDER = Path(__file__).parent / "reference"
 ROOT = Path(__file__).parents[1]
 
@@ -29,13 +31,6 @@ def table(columns: list[str], rows: Iterable[Iterable[str]]) -> list[str]:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|") or "–"
-
-
-def configuration() -> str:
-    """Return the page of all settings."""
-    from quartet.cli.config_reference import reference
-
-    return reference()
 
 
 def metrics() -> str:
@@ -83,10 +78,6 @@ def _series(family: Any) -> str:
     return f"`{name}{{{','.join(labels)}}}`" if labels else f"`{name}`"
 
 
-def _is_own(family: Any) -> bool:
-    return str(family.name).startswith("quartet_")
-
-
 def _prometheus() -> Iterator[tuple[str, str, list[Any]]]:
     from prometheus_client import CollectorRegistry
 
@@ -101,7 +92,8 @@ def _prometheus() -> Iterator[tuple[str, str, list[Any]]]:
     calls = CollectorRegistry()
     CallMetrics(calls)
     standard = [family for family in process_registry("actor").collect() if family.name != "python_info"]
-    yield "Every process", "", [*_with_labels(calls), *sorted(standard, key=lambda family: not _is_own(family))]
+    standard.sort(key=lambda family: not family.name.startswith("quartet_"))
+    yield "Every process", "", [*_with_labels(calls), *standard]
     yield "Model services", "", list(ServiceMetrics(list).collect())
     about = "A reward service with `services.reward.sharing` serves these for each run."
     yield "Shared reward service", about, list(SharingMetrics(lambda: [RunUsage("my", 0, 0, 0, 0.0)]).collect())
@@ -148,7 +140,9 @@ def command_line() -> str:
     ]
     command = get_command(app)
     listed = list(_commands(command, "quartet"))
-    lines += table(["command", "does"], ((f"[`{path}`](#{_anchor(path)})", _first_line(one)) for path, one in listed))
+    lines += table(
+        ["command", "does"], ((f"[`{path}`](#{path.replace(' ', '-')})", _first_line(one)) for path, one in listed)
+    )
     for path, one in listed:
         lines += _command(path, one)
     return "\n".join(lines).rstrip() + "\n"
@@ -162,10 +156,6 @@ def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _commands(below, f"{path} {name}")
         else:
             yield f"{path} {name}", below
-
-
-def _anchor(path: str) -> str:
-    return path.replace(" ", "-")
 
 
 def _first_line(command: Any) -> str:
@@ -472,7 +462,7 @@ def _values(name: str, enum: Any, comments: dict[tuple[int, ...], str], path: tu
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "configuration.md": configuration,
+    "configuration.md": config_reference.reference,
     "command-line.md": command_line,
     "metrics.md": metrics,
     "engines.md": engines,
