@@ -19,7 +19,6 @@ import yaml
 
 from quartet.demo.toy_task import ToyTask, make_toy_task
 from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE
-from quartet.telemetry.step_metrics import is_measured
 from tests.chaos.cases import (
     CHECKPOINT_EVERY,
     EVERYTHING,
@@ -34,7 +33,7 @@ from tests.chaos.cases import (
     role_and_rank,
 )
 from tests.e2e.commands import QUARTET, Command, CommandResult
-from tests.e2e.conftest import WIDE
+from tests.e2e.conftest import WIDE, without_measurements
 from tests.waiting import LIMIT, wait_until
 
 RUN = "chaos"
@@ -300,7 +299,7 @@ def digests(run: Path) -> dict[str, str]:
 def step_metrics(run: Path) -> list[dict[str, float]]:
     """Return the metrics of every step, except durations."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: step[name] for name in step if not is_measured(name)} for step in steps]
+    return without_measurements(steps)
 
 
 def trajectories(run: Path) -> dict[int, list[dict[str, Any]]]:

@@ -7,10 +7,11 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import grpc
 import pytest
@@ -19,9 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.cli.main import main
+from quartet.contract.logged_values import PREFIX
 from quartet.demo.pretraining import Schedule, Shape
 from quartet.demo.toy_task import Recipe, ToyTask, make_toy_task
-from quartet.telemetry.step_metrics import is_measured
 from tests.e2e.commands import QUARTET, Command, CommandResult, settings
 from tests.once import once
 from tests.preflight_workers import run_here
@@ -164,9 +165,19 @@ def group_run(config: Path, few_processes: list[str], tmp_path_factory: pytest.T
     return _shared_run(tmp_path_factory, "groups", config, *few_processes, *GROUPS)
 
 
-def deterministic_metrics(run: Run) -> list[dict[str, float]]:
-    """Return the run's metrics without measured times."""
-    return [{name: step[name] for name in step if not is_measured(name)} for step in run.metrics]
+def step_metrics(run: Any) -> list[dict[str, float]]:
+    """Return the metrics of each step of a run, except measurements."""
+    return without_measurements(run.metrics)
+
+
+def without_measurements(steps: Iterable[Mapping[str, float]]) -> list[dict[str, float]]:
+    """Return the metrics of steps, except measurements, which a repetition of the run does not repeat."""
+    counts = ("generators", "weights_changed", "weight_update_bytes")
+
+    def is_measured(name: str) -> bool:
+        return name in counts or (name.endswith(("seconds", "cured_faults")) and not name.startswith(PREFIX))
+
+    return [{name: step[name] for name in step if not is_measured(name)} for step in steps]
 
 
 def weights(run: Path) -> bytes:

@@ -15,7 +15,7 @@ import yaml
 from quartet.buffer.embedded_redis import find_server
 from quartet.system.child_processes import tied_to_parent
 from tests.e2e.commands import QUARTET, Command, settings
-from tests.e2e.conftest import Run, deterministic_metrics, weights
+from tests.e2e.conftest import Run, step_metrics, weights
 from tests.e2e.test_separate_processes import (  # noqa: F401 - fixtures
     PASSWORD,
     ROLES,
@@ -115,5 +115,5 @@ def test_a_run_survives_the_drain_of_every_node_and_ends_bit_identically(
     result = pods["orchestrator"].wait(RESTART_TIMEOUT)
     assert result.code == 0, result
     run = Run(result, tmp_path / "runs/tiny")
-    assert deterministic_metrics(run) == deterministic_metrics(undisturbed)
+    assert step_metrics(run) == step_metrics(undisturbed)
     assert weights(run.directory) == weights(undisturbed.directory)

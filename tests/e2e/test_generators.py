@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.commands import QUARTET, Command, CommandResult, settings
-from tests.e2e.conftest import Run, deterministic_metrics, train, weights
+from tests.e2e.conftest import Run, step_metrics, train, weights
 
 KILLS = 100
 
@@ -35,7 +35,7 @@ def test_two_generators_with_certificates_train_the_same_policy_as_the_actor(
     run = train(tmp_path, config, *options)
     assert run.result.code == 0, run.result
     assert weights(run.directory) == weights(first_run.directory)
-    assert deterministic_metrics(run) == deterministic_metrics(first_run)
+    assert step_metrics(run) == step_metrics(first_run)
     logs = [(run.directory / "logs" / f"generator-{index}.log").read_text() for index in range(2)]
     assert all("event='ready'" in log for log in logs)
     launcher = (run.directory / "logs" / "launcher.log").read_text()
@@ -69,7 +69,7 @@ def test_a_hundred_kills_of_generators_change_no_bit_and_no_trajectory(
     assert result.code == 0, result
     assert kills == KILLS, "the run ended before all kills"
     assert weights(run.directory) == weights(undisturbed.directory)
-    assert deterministic_metrics(run) == deterministic_metrics(undisturbed)
+    assert step_metrics(run) == step_metrics(undisturbed)
     for path in sorted((undisturbed.directory / "trajectories").iterdir()):
         ids = [
             json.loads(line)["id"] for line in (run.directory / "trajectories" / path.name).read_bytes().splitlines()

@@ -12,7 +12,7 @@ import pytest
 
 from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE
 from tests.e2e.commands import QUARTET, Command, settings
-from tests.e2e.conftest import GROUPS, Run, deterministic_metrics, weights
+from tests.e2e.conftest import GROUPS, Run, step_metrics, weights
 
 HANG_TIMEOUT = 3
 RUN = Path("runs") / "tiny"
@@ -42,7 +42,7 @@ def held(config: Path, few_processes: list[str], tmp_path: Path) -> Iterator[Hel
 def check_end(command: Command, undisturbed: Run, directory: Path) -> None:
     result = command.wait()
     assert (result.code, result.err, result.leftovers) == (0, "", [])
-    assert deterministic_metrics(Run(result, directory)) == deterministic_metrics(undisturbed)
+    assert step_metrics(Run(result, directory)) == step_metrics(undisturbed)
     assert weights(directory) == weights(undisturbed.directory)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
-from tests.e2e.conftest import GROUPS, Run, Service, Start, deterministic_metrics, weights
+from tests.e2e.conftest import GROUPS, Run, Service, Start, step_metrics, weights
 from tests.e2e.test_separate_processes import free_ports
 from tests.waiting import LIMIT, wait_until
 
@@ -85,5 +85,5 @@ def test_a_run_continues_after_the_loss_of_a_node_and_ends_bit_identically(
     result = command.wait(LIMIT)
     assert (result.code, result.err, result.leftovers) == (0, "", [])
     assert "note: recovering: actor at" in result.out
-    assert deterministic_metrics(Run(result, run)) == deterministic_metrics(group_run)
+    assert step_metrics(Run(result, run)) == step_metrics(group_run)
     assert weights(run) == weights(group_run.directory)

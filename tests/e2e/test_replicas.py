@@ -8,7 +8,7 @@ from pathlib import Path
 from grpc_health.v1 import health_pb2
 
 from tests.e2e.commands import settings
-from tests.e2e.conftest import Run, Service, Start, deterministic_metrics, health, weights
+from tests.e2e.conftest import Run, Service, Start, health, step_metrics, weights
 
 ABSENT = "127.0.0.1:1"
 
@@ -23,7 +23,7 @@ def test_a_run_with_replicas_of_which_one_responds_has_the_bits_of_one_that_star
     for role in ("reward", "reference"):
         assert f"{role} at {ABSENT} does not respond; the other replicas do its work" in result.out
     run = Run(result, tmp_path / "runs" / "tiny")
-    assert deterministic_metrics(run) == deterministic_metrics(first_run)
+    assert step_metrics(run) == step_metrics(first_run)
     assert weights(run.directory) == weights(first_run.directory)
     assert not (run.directory / "logs" / "reward.log").exists(), "the command started a service that has an address"
     assert health(frozen.address) == health_pb2.HealthCheckResponse.SERVING, (

@@ -16,7 +16,7 @@ from quartet.config.loading import load_config
 from quartet.preflight import nothing_to_resume
 from quartet.run_directory.run_files import RunFiles
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
-from tests.e2e.conftest import Call, Run, Start, deterministic_metrics, weights
+from tests.e2e.conftest import Call, Run, Start, step_metrics, weights
 from tests.waiting import wait_until
 
 
@@ -36,7 +36,7 @@ def test_a_run_whose_launcher_and_redis_are_lost_leaves_no_process_and_resumes_b
     result = start("train", config, *few_processes, "--resume").wait()
     assert (result.code, result.err, result.leftovers) == (0, "", [])
     assert "note: resumed after step" in result.out
-    assert deterministic_metrics(Run(result, run)) == deterministic_metrics(first_run)
+    assert step_metrics(Run(result, run)) == step_metrics(first_run)
     assert weights(run) == weights(first_run.directory)
 
 
@@ -163,7 +163,7 @@ def test_a_run_resumes_bit_identically_after_a_rollback(
     result = start("train", config, "--resume").wait()
     assert result.code == 0, result
     assert weights(run) == weights(first_run.directory)
-    assert deterministic_metrics(Run(result, run)) == deterministic_metrics(first_run)
+    assert step_metrics(Run(result, run)) == step_metrics(first_run)
 
 
 @pytest.mark.slow  # tests/training/test_fork.py forks in one process.

@@ -12,7 +12,7 @@ import pytest
 
 from quartet.run_directory.run_files import RunFiles
 from tests.e2e.commands import Command, committed_steps, settings
-from tests.e2e.conftest import Run, Start, deterministic_metrics, weights
+from tests.e2e.conftest import Run, Start, step_metrics, weights
 from tests.waiting import LIMIT
 
 ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
@@ -41,7 +41,7 @@ def test_a_run_with_each_process_killed_once_ends_bit_identically(
         assert command.child(victim) != before[victim]
     result = command.wait()
     assert (result.code, result.err, result.leftovers) == (0, "", [])
-    assert deterministic_metrics(Run(result, tmp_path / "runs" / "tiny")) == deterministic_metrics(first_run)
+    assert step_metrics(Run(result, tmp_path / "runs" / "tiny")) == step_metrics(first_run)
     assert weights(tmp_path / "runs" / "tiny") == weights(first_run.directory)
     steps = re.findall(r"^step (\d+)/8 ", result.out, re.MULTILINE)
     assert steps == [str(step) for step in range(1, 9)], "a step is missing from what is shown, or shown twice"
@@ -72,7 +72,7 @@ def test_a_run_starts_although_processes_are_killed_while_they_load(
         ("critic", "2"),
         ("orchestrator", "1"),
     ]
-    assert deterministic_metrics(Run(result, tmp_path / "runs" / "tiny")) == deterministic_metrics(first_run)
+    assert step_metrics(Run(result, tmp_path / "runs" / "tiny")) == step_metrics(first_run)
     assert weights(tmp_path / "runs" / "tiny") == weights(first_run.directory)
 
 
@@ -173,5 +173,5 @@ def test_a_damaged_buffer_is_moved_away_on_resume_and_the_run_is_bit_identical(
     assert "redis: its data is damaged, see runs/tiny/logs/redis.log; moved to runs/tiny/redis.damaged" in result.out
     assert "note: resumed after step 3" in result.out
     assert bytes(1000) in (run / "redis.damaged" / "appendonlydir" / file.name).read_bytes()
-    assert deterministic_metrics(Run(result, run)) == deterministic_metrics(first_run)
+    assert step_metrics(Run(result, run)) == step_metrics(first_run)
     assert weights(run) == weights(first_run.directory)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.commands import settings
-from tests.e2e.conftest import Call, Run, deterministic_metrics, train, weights
+from tests.e2e.conftest import Call, Run, step_metrics, train, weights
 
 TURNS = settings(
     "rollout.max_turns=2",
@@ -57,7 +57,7 @@ def test_generators_with_certificates_train_the_same_policy(
     logs = [(run.directory / "logs" / f"generator-{index}.log").read_text() for index in range(2)]
     assert all("event='ready'" in log for log in logs)
     assert "restarted" not in (run.directory / "logs" / "launcher.log").read_text()
-    assert deterministic_metrics(run) == deterministic_metrics(with_turns)
+    assert step_metrics(run) == step_metrics(with_turns)
 
 
 # tests/environments/test_host.py has the cause, tests/launcher/test_service.py shows it to the user.

@@ -14,11 +14,11 @@ import transformers
 from quartet.model_files.sharded_files import rank_file
 from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
-from tests.e2e.conftest import GROUPS, Call, Run, Start, deterministic_metrics, train, weights
+from tests.e2e.conftest import GROUPS, Call, Run, Start, step_metrics, train, weights
 
 
 def test_groups_train_as_one_process_does(group_run: Run, first_run: Run) -> None:
-    steps = zip(deterministic_metrics(group_run), deterministic_metrics(first_run), strict=True)
+    steps = zip(step_metrics(group_run), step_metrics(first_run), strict=True)
     for step, expected in steps:
         assert step.keys() == expected.keys()
         # Rounding may change a sampled token in a later step.
@@ -46,7 +46,7 @@ def test_a_group_that_loses_a_rank_is_restarted_and_ends_bit_identically(
     result = command.wait()
     assert (result.code, result.err, result.leftovers) == (0, "", [])
     run = Run(result, tmp_path / "runs" / "tiny")
-    assert deterministic_metrics(run) == deterministic_metrics(group_run)
+    assert step_metrics(run) == step_metrics(group_run)
     assert weights(run.directory) == weights(group_run.directory)
 
 
@@ -76,7 +76,7 @@ def test_a_rank_that_is_killed_while_its_group_writes_a_checkpoint_changes_nothi
         command.clean_up()
     assert (result.code, result.err, result.leftovers) == (0, "", []), result
     run = Run(result, tmp_path / "runs" / "tiny")
-    assert deterministic_metrics(run) == deterministic_metrics(group_run)
+    assert step_metrics(run) == step_metrics(group_run)
     assert weights(run.directory) == weights(group_run.directory)
     assert checkpoint_files(run) == checkpoint_files(group_run)
 
@@ -154,7 +154,7 @@ def test_a_group_that_generates_while_it_trains_ends_bit_identically_after_a_los
     result = command.wait()
     assert (result.code, result.err, result.leftovers) == (0, "", []), result
     run = Run(result, tmp_path / "runs" / "tiny")
-    assert deterministic_metrics(run) == deterministic_metrics(undisturbed)
+    assert step_metrics(run) == step_metrics(undisturbed)
     assert weights(run.directory) == weights(undisturbed.directory)
 
 
@@ -169,8 +169,8 @@ def test_frozen_models_in_groups_score_as_single_processes_do_also_after_a_lost_
     command.wait_for(lambda: re.search(r"reward: back after [\d.]+ s", command.out))
     result = command.wait()
     assert (result.code, result.err, result.leftovers) == (0, "", []), result
-    steps = deterministic_metrics(Run(result, tmp_path / "runs" / "tiny"))
-    for step, expected in zip(steps[:2], deterministic_metrics(first_run), strict=False):
+    steps = step_metrics(Run(result, tmp_path / "runs" / "tiny"))
+    for step, expected in zip(steps[:2], step_metrics(first_run), strict=False):
         assert step == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
@@ -192,7 +192,7 @@ def test_ranks_that_compute_slices_of_layers_train_as_one_process_does(
     first = start("train", config, *few_processes, *settings("run.steps=2"), *SLICED)
     assert first.wait().code == 0
     run = Run(first.wait(), tmp_path / "runs" / "tiny")
-    for step, other in zip(deterministic_metrics(run), deterministic_metrics(expected), strict=True):
+    for step, other in zip(step_metrics(run), step_metrics(expected), strict=True):
         assert step == pytest.approx(other, rel=1e-3, abs=1e-5)
     # An export and a checkpoint do not show how many ranks there were.
     policies = [

@@ -28,7 +28,7 @@ from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.training_run import TrainingRun, run_training
 from quartet.services.roles import build_model_role
-from quartet.telemetry.step_metrics import is_measured
+from tests.e2e.conftest import step_metrics
 from tests.waiting import LIMIT
 
 
@@ -50,11 +50,6 @@ class Run:
 
 def json_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def step_metrics(run: Run) -> list[dict[str, float]]:
-    """Return the metrics of each step without measured times."""
-    return [{name: step[name] for name in step if not is_measured(name)} for step in run.metrics]
 
 
 def weights(run: Run) -> bytes:

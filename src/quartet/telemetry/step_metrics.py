@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from quartet.contract.logged_values import PREFIX
 from quartet.telemetry.metric_definition import CHART_CURVES, MetricDefinition, metric
 
 STEP_METRICS = (
@@ -436,14 +435,6 @@ STEP_METRICS = (
     ),
 )
 """Metrics of metrics.jsonl. Those of critic, scores, episodes and generators in separate processes are absent without them."""
-
-_MEASURED = ("generators", "weights_changed", "weight_update_bytes")
-
-
-def is_measured(name: str) -> bool:
-    """Return whether a step metric is a measurement, which a repetition of the run does not repeat."""
-    return name in _MEASURED or (name.endswith(("seconds", "cured_faults")) and not name.startswith(PREFIX))
-
 
 EVALUATION_METRICS = (
     *(

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from quartet.contract.logged_values import MAX_NAMES, cleaned, means_of, merged, problem_of
-from quartet.telemetry.step_metrics import is_measured
 
 
 def test_names_and_values_are_cleaned() -> None:
@@ -43,6 +42,5 @@ def test_equal_names_of_several_sources_have_the_mean() -> None:
 
 def test_metrics_are_means_of_numbers_in_alphabetical_order_within_the_limit() -> None:
     assert means_of([{"b": 1, "t": "x"}, {"b": 2, "a_seconds": True}]) == {"logged_a_seconds": 1.0, "logged_b": 1.5}
-    assert not is_measured("logged_a_seconds")
     many = means_of([{f"n{index:03}": 1} for index in reversed(range(100))])
     assert list(many) == [f"logged_n{index:03}" for index in range(MAX_NAMES)]
