@@ -172,10 +172,9 @@ class RepeatableUpdate:
         return Result(name, tokens, responses, self.flops, *_timed(self.run, device, rounds))
 
 
-def policy_update_of(config: Config, device: str, full: bool, model: Any = None) -> RepeatableUpdate:
-    """Return the update of the policy of the config, or of another ``model``."""
-    if model is None:
-        model = load_causal_lm(config.actor.model, config.actor.dtype, device)
+def policy_update_of(config: Config, device: str, full: bool) -> RepeatableUpdate:
+    """Return the update of the policy of the config."""
+    model = load_causal_lm(config.actor.model, config.actor.dtype, device)
     optimizer = create_optimizer(model, config.actor.learning_rate)
     experience = make_experience(config, model, full)
     settings = optimization_at(config, config.actor, STEP)

@@ -130,8 +130,8 @@ def shapes(layers: int = LAYERS) -> dict[str, tuple[int, ...]]:
 class Trainer:
     """Float32 master weights, and their rounded copies."""
 
-    def __init__(self, dtype: TensorType, tensors: dict[str, tuple[int, ...]], seed: int = 0) -> None:
-        self._random = np.random.default_rng(seed)
+    def __init__(self, dtype: TensorType, tensors: dict[str, tuple[int, ...]]) -> None:
+        self._random = np.random.default_rng(0)
         self._dtype = dtype
         self._shapes = tensors
         self._masters: dict[str, FloatArray] = {

@@ -28,12 +28,12 @@ LABELS = {"trl": "TRL", "trl_eos": "TRL, score at EOS", "quartet": "Quartet"}
 Results = Mapping[Experiment, Result]
 
 
-def interval(values: Sequence[float], digits: int = 2) -> str:
+def interval(values: Sequence[float]) -> str:
     """Return the mean with the half width of its 95 % confidence interval."""
     if not values:
         return "–"
     mean, half = mean_interval(values)
-    return f"{mean:.{digits}f} ± {half:.{digits}f}" if len(values) > 1 else f"{mean:.{digits}f}"
+    return f"{mean:.2f} ± {half:.2f}" if len(values) > 1 else f"{mean:.2f}"
 
 
 def kl_at(curves: Mapping[str, Sequence[float]], reward: float) -> float | None:

@@ -43,10 +43,10 @@ def validated(kind: type[Item], path: Path, records: Sequence[Record], first: in
     return items
 
 
-def parse_lines(path: Path, content: bytes, first: int = 1) -> list[Record]:
-    """Return the records of the complete lines; ``first`` is the number of the first line. Raises ConfigError."""
+def parse_lines(path: Path, content: bytes) -> list[Record]:
+    """Return the records of the complete lines. Raises ConfigError."""
     *lines, _incomplete = content.split(b"\n")
-    return [parse_line(path, line, number) for number, line in enumerate(lines, first)]
+    return [parse_line(path, line, number) for number, line in enumerate(lines, 1)]
 
 
 def parse_line(path: Path, line: bytes, number: int) -> Record:

@@ -30,7 +30,7 @@ def protos(tmp_path_factory: pytest.TempPathFactory) -> list[FileDescriptorProto
 
 
 # Field numbers of FileDescriptorProto and its messages. Source info uses them in paths.
-MESSAGE, ENUM, SERVICE, FIELD, NESTED, NESTED_ENUM, VALUE, METHOD, ONEOF = 4, 5, 6, 2, 3, 4, 2, 2, 8
+MESSAGE, ENUM, SERVICE, FIELD, NESTED, VALUE, METHOD = 4, 5, 6, 2, 3, 2, 2
 
 
 def documented_items(file: FileDescriptorProto) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -218,7 +218,6 @@ class PretendedGpu:
     """Deterministic modes in which operations ran: 0 off, 1 warn, 2 error."""
     emptied: int = 0
     """Calls of ``torch.cuda.empty_cache``."""
-    cudnn_attention: bool = True
     total_bytes: int = 80 * 2**30
     free_bytes: int = 79 * 2**30
     _leaving: bool = False

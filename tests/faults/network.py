@@ -27,8 +27,6 @@ SETTINGS: dict[str, Any] = {
     "algorithm": {"score": {"normalize": "running"}},
 }
 SERVICES_TO_BUFFER = "services-to-buffer"
-LINKS = (*map(str, MODEL_ROLES), "buffer", SERVICES_TO_BUFFER)
-"""Links from the orchestrator to each service and to Redis, and from actor and critic to Redis."""
 MOMENTS = {"generate": "_prepare", "update": "_update", "commit": "_commit"}
 """Methods of StepTransaction, by the name of the moment."""
 

@@ -74,9 +74,6 @@ class Seconds:
         return Seconds(self.seconds + other.seconds, max(self, other, key=lambda each: each.seconds).limit)
 
 
-NOTHING = Seconds(0.0, "")
-
-
 def longest_of(**seconds: float) -> Seconds:
     """Return the longest of the durations, by the resource that each needs."""
     limit = max(seconds, key=lambda name: seconds[name])

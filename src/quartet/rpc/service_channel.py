@@ -178,14 +178,12 @@ class ServiceChannel:
         self._has_responded = True
         return from_message(ProcessStatus, response)
 
-    def start_status(
-        self, convert: Callable[[ProcessStatus], Result], timeout: float = STATUS_TIMEOUT
-    ) -> Future[Result]:
+    def start_status(self, convert: Callable[[ProcessStatus], Result]) -> Future[Result]:
         """Start to ask for the status of the process. Raises Cancelled if the channel is closed."""
         return self.start(
             self._status.GetStatus,
             status_pb2.GetStatusRequest(),
-            timeout,
+            STATUS_TIMEOUT,
             "GetStatus",
             lambda response: convert(from_message(ProcessStatus, response)),
         )

@@ -7,9 +7,8 @@ needed, position ids are 0, 1, 2... in every row, and attention can use its fast
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +17,7 @@ from numpy.typing import NDArray
 from quartet.contract.arrays import IntArray
 from quartet.contract.trajectory import TokenBatch
 from quartet.errors import InvalidRequest
-from quartet.models.forward.model_capabilities import device_of
-from quartet.models.forward.packing import Packing, TokenIndices, supports_packing
+from quartet.models.forward.packing import Packing, TokenIndices
 
 MAX_ATTENTION_EXPANSION = 4
 """Maximum of rows x longest in attention, as a multiple of ``max_tokens`` of a packed micro-batch."""
@@ -103,22 +101,6 @@ class MicroBatch:
         return self.targets.shape[0]
 
 
-def iter_micro_batches(
-    model: Any,
-    batch: TokenBatch,
-    max_tokens: int,
-    rows: IntArray | NDArray[np.int64] | None = None,
-    include_last_token: bool = False,
-) -> Iterator[MicroBatch]:
-    """Yield the sequences of ``batch``, or only ``rows``, in micro-batches of at most ``max_tokens``, packed if ``model`` can.
-
-    The last token of a sequence predicts no token, so it is left out unless ``include_last_token``.
-    """
-    packed = supports_packing(model)
-    for group in plan_micro_batches(batch, max_tokens, packed, rows, include_last_token):
-        yield build_micro_batch(batch, group, device_of(model), packed, include_last_token)
-
-
 def plan_micro_batches(
     batch: TokenBatch,
     max_tokens: int,
@@ -126,7 +108,10 @@ def plan_micro_batches(
     rows: IntArray | NDArray[np.int64] | None = None,
     include_last_token: bool = False,
 ) -> list[list[int]]:
-    """Return the sequences of each micro-batch, by index in ``batch``. See ``iter_micro_batches``."""
+    """Return the sequences of ``batch``, or only ``rows``, of each micro-batch of at most ``max_tokens``, by index.
+
+    The last token of a sequence predicts no token, so it is left out unless ``include_last_token``.
+    """
     chosen = np.arange(len(batch)) if rows is None else rows
     prompts = _prompts(batch, chosen) if packed else None
     groups = micro_batches(batch.lengths[chosen] - (not include_last_token), max_tokens, packed, prompts)
@@ -142,7 +127,7 @@ def build_micro_batch(
 ) -> MicroBatch:
     """Build one micro-batch on ``device`` from the sequences ``rows`` of ``batch``, in this order.
 
-    ``include_last_token``: see ``iter_micro_batches``.
+    ``include_last_token``: see ``plan_micro_batches``.
     """
     starts = _starts(batch.lengths)
     response_starts = _starts(batch.response_lengths)

@@ -51,7 +51,7 @@ def share_of(
     """Return this rank's share of ``rows`` of ``batch``, or of all sequences.
 
     Sequences stay whole, and the shares have nearly equal numbers of tokens. They follow from the arguments and the number of
-    shares only, so every rank knows all of them. For ``max_tokens`` and ``include_last_token`` see ``iter_micro_batches``.
+    shares only, so every rank knows all of them. For ``max_tokens`` and ``include_last_token`` see ``plan_micro_batches``.
     """
     rows = np.arange(len(batch)) if rows is None else rows
     packed, device = supports_packing(model), device_of(model)

@@ -11,11 +11,13 @@ import torch
 from quartet.contract.trajectory import TokenBatch
 from quartet.errors import ModelError
 from quartet.models.forward import packing as packing_module
-from quartet.models.forward.batching import build_micro_batch, iter_micro_batches, micro_batches
+from quartet.models.forward.batching import build_micro_batch, micro_batches
 from quartet.models.forward.log_probs import forward_log_probs
 from quartet.models.forward.packing import ATTENTION_NAME, Packing, hidden_states, supports_packing
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.value_head import ValueModel
+from quartet.models.workers.shares import share_of
+from quartet.models.workers.workers import SINGLE
 from tests.unit.models import tiny
 
 PROMPTS, RESPONSES = [3, 9, 1, 5], [7, 2, 11, 1]
@@ -26,7 +28,7 @@ def test_packed_log_probs_equal_those_of_separate_sequences(kind: str) -> None:
     model, batch = tiny.causal(kind), tiny.batch(PROMPTS, RESPONSES)
     assert supports_packing(model)
     assert model.config._attn_implementation == "sdpa", "the attention must be restored"
-    [together] = iter_micro_batches(model, batch, 1000)
+    [together] = share_of(SINGLE, model, batch, 1000).micro_batches
     assert tuple(together.input_ids.shape) == (1, sum(PROMPTS) + sum(RESPONSES) - 4)
     expected = np.concatenate(
         [response_log_probs(model, one, 0.7, 1000) for one in separate_batches(PROMPTS, RESPONSES, batch)]
@@ -75,7 +77,7 @@ def test_a_value_model_supports_packing_if_its_backbone_does() -> None:
 def test_models_with_sliding_windows_or_alibi_are_padded(kind: str) -> None:
     model = tiny.causal(kind)
     assert not supports_packing(model)
-    [micro_batch] = iter_micro_batches(model, tiny.batch(PROMPTS, RESPONSES), 1000)
+    [micro_batch] = share_of(SINGLE, model, tiny.batch(PROMPTS, RESPONSES), 1000).micro_batches
     assert micro_batch.packing is None
     assert tuple(micro_batch.input_ids.shape) == (4, 11)
 
@@ -136,7 +138,7 @@ def test_a_shared_prompt_is_computed_once_with_equal_outputs_and_gradients(
     kind: str, prompts: list[int], responses: list[list[int]]
 ) -> None:
     model, batch = tiny.causal(kind), samples_of(prompts, responses)
-    [together] = iter_micro_batches(model, batch, 1000)
+    [together] = share_of(SINGLE, model, batch, 1000).micro_batches
     assert together.input_ids.numel() == sum(prompts) + sum(map(sum, responses)) - len(batch)
     result, gradients = {}, {}
     for packed in (False, True):
