@@ -186,7 +186,7 @@ class _Client(Protocol):
         """Trace every call."""
 
     def wait_until_ready(self, check_alive: Callable[[], None] = lambda: None, known: bool = False) -> ServiceStatus:
-        """See ``ServiceClient.wait_until_ready``."""
+        """Wait until the service responds and return its status."""
 
 
 def wait_for_all(calls: Sequence[Future[Any]], on_end: Callable[[], None] = lambda: None) -> None:

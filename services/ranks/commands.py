@@ -43,7 +43,7 @@ class GroupCommands(Commands):
         return self._failures.poll().text
 
     def run(self, kind: str, request: Any, work: Callable[[], Result]) -> Result:
-        """See ``Commands.run``. An error that only some ranks can have makes this process fail."""
+        """Run ``work`` on every rank. An error that only some ranks can have makes this process fail."""
         if self.failure:
             raise error_of(self._failures.poll())
         number, data = command_to_bytes(kind, request)

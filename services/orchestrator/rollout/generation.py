@@ -160,7 +160,7 @@ class ActorGeneration:
             pass
 
     def take_metrics(self, policy_version: int) -> dict[str, float]:
-        """See ``Generation.take_metrics``. An engine that shares the weights of the actor has none."""
+        """Return metrics since the last call. An engine that shares the weights of the actor has none."""
         changed, self._changed = self._changed, 0
         return {"weights_changed": changed} if self._separate else {}
 

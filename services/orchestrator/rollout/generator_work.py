@@ -96,7 +96,7 @@ class Work:
         return self._ended.is_set()
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """See ``PendingTrajectories``. A refused trajectory continues the work, which then ends again."""
+        """Call ``callback`` at each end of the work. A refused trajectory continues the work, which then ends again."""
         self._callbacks.append(callback)
         if self.done():
             callback(self)

@@ -96,7 +96,7 @@ class ChatObservations:
         self._first_opening = opening
 
     def first(self, observation: str | Sequence[Message]) -> IntArray:
-        """See ``ObservationEncoder``. The prompt ends without the opening of a turn, which these ids include."""
+        """Return the ids of the first observation. The prompt ends without the opening of a turn, which these ids include."""
         messages = _messages(observation)
         return self._ids(self._difference(self._first_opening, self._opening, messages))
 

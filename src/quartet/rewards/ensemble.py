@@ -88,7 +88,7 @@ class EnsembleReward:
         cancelled: Callable[[], bool] = never,
         weights: Mapping[str, float] | None = None,
     ) -> Generator[None, None, Scores]:
-        """See ``DivisibleSource.score_in_units``, and ``score`` for ``weights``. The parts compute one after the other.
+        """Compute the scores of ``score``, part after part. Yields between two units of a part.
 
         A part that is not a model is one unit: it computes on its thread, which may still have a call of another run.
         """

@@ -71,7 +71,7 @@ class FunctionReward:
     def score_in_units(
         self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never
     ) -> Generator[None, None, Scores]:
-        """See ``DivisibleSource.score_in_units``. A unit is a call of the function."""
+        """Compute the scores of ``score``. Yields between two calls of the function."""
         texts = self._texts.of(batch, fields)
         if self._signature.takes_lists and len(texts) > 1:
             return scores_of(self._call(texts, f"a batch of {len(texts)}"))

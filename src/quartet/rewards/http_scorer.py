@@ -152,7 +152,7 @@ class HttpScorer:
         self.batch_size = 1 if self._dialect.single else config.batch_size
 
     async def score(self, texts: Sequence[ScoredText]) -> list[Result]:
-        """See ``Scorer.score``. Requests go to the servers in turn."""
+        """Return a result for each of the texts. Requests go to the servers in turn."""
         server = next(self._turn) % len(self._urls)
         url = self._urls[server]
         body = self._dialect.request(texts, self._config)

@@ -130,7 +130,7 @@ class Judge:
         self._requests = self._cached = self._input_tokens = self._output_tokens = 0
 
     async def score(self, texts: Sequence[ScoredText]) -> list[Result]:
-        """See ``Scorer.score``. A request with the same content as one before gets the same score."""
+        """Return the result of one text. A request with the same content as one before gets the same score."""
         [text] = texts
         body = self._request(text)
         key = hashlib.sha256(json.dumps([self._url, body], sort_keys=True).encode()).hexdigest()

@@ -46,7 +46,7 @@ class ModelReward:
     def score_in_units(
         self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never
     ) -> Generator[None, None, Scores]:
-        """See ``DivisibleSource.score_in_units``. A unit is a micro-batch."""
+        """Compute the scores of ``score``. Yields between two micro-batches."""
         parse_fields(fields, len(batch))
         return Scores((yield from sequence_score_passes(self._model, batch, self._micro_batch_tokens, self._workers)))
 

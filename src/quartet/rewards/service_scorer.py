@@ -87,7 +87,7 @@ class ServiceScorer:
         ]
 
     def take_cured_faults(self) -> int:
-        """See ``Scorer.take_cured_faults``. Those that the service reports are included."""
+        """Return the number of cured faults since the last call, with those that the service reports."""
         cured, self._cured_there = self._cured_there, 0
         return cured + self._attempts.take_cured_faults()
 

@@ -66,7 +66,7 @@ class WorkerGroup(Workers):
         """The parameters that are whole on every rank of ``tensor`` and get only a part of their gradient there."""
 
     def set_up_thread(self) -> None:
-        """See ``Workers.set_up_thread``. FSDP creates its streams on the current GPU, which belongs to a thread."""
+        """Select the GPU of this rank for the thread. FSDP creates its streams on the current GPU, which belongs to a thread."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -92,7 +92,7 @@ class WorkerGroup(Workers):
         self.root.reset_iter_state()
 
     def gathered_bytes(self) -> int:
-        """See ``Workers.gathered_bytes``: the parameters outside the layers, two layers, and float32 gradients of one unit."""
+        """Return the bytes of the parameters outside the layers, two layers, and float32 gradients of one unit."""
         assert self.root is not None
         units = [module for module in self.root.modules() if isinstance(module, FSDPModule)]  # type: ignore[attr-defined]
         counts = [_count(unit) for unit in units]
@@ -162,7 +162,7 @@ class WorkerGroup(Workers):
         raise ComputationFailed(f"rank {rank} of {self.size}: {text}")
 
     def exchange(self, text: str) -> list[str]:
-        """See ``Workers.exchange``. The end of a text of more than MAX_TEXT_BYTES is lost."""
+        """Return the texts of all ranks. The end of a text of more than MAX_TEXT_BYTES is lost."""
         self.progress.mark()
         own = torch.zeros(MAX_TEXT_BYTES, dtype=torch.uint8)
         data = text.encode()[:MAX_TEXT_BYTES].decode(errors="ignore").encode()

@@ -192,7 +192,7 @@ class ShardedState:
 
     @torch.no_grad()
     def read(self, parts: Mapping[str, Part]) -> None:
-        """See ``SavedState.read``. Raises ModelError, or OutOfMemory on a GPU, so that a rank can tell the others."""
+        """Read the state into ``parts``. Raises ModelError, or OutOfMemory on a GPU, so that a rank can tell the others."""
         blocks: dict[str, Any] = {
             self._prefix + name: _Block(part) for name, part in parts.items() if part.tensor.numel()
         }
