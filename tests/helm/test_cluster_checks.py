@@ -17,7 +17,7 @@ from tests.helm.rendering import (
     Values,
     changed,
     chart,
-    checks,
+    checks_for,
     example,
     manifests,
     of_kind,
@@ -47,7 +47,7 @@ def api() -> Iterator[ApiServer]:
 def assert_accepted(values: Values, api: ApiServer) -> None:
     """Assert that no check refuses the values at `helm install --dry-run=server`."""
     with connected(api) as cluster:
-        cluster.install(checks(), RELEASE, values, namespace=NAMESPACE, dry_run="server")
+        cluster.install(checks_for(values), RELEASE, values, namespace=NAMESPACE, dry_run="server")
 
 
 def refusal(values: Values, api: ApiServer) -> str:

@@ -13,7 +13,8 @@ import pytest
 from tests.helm import golden
 from tests.helm.rendering import CHART, EXAMPLES, Manifest, changed, example, manifests, of_kind, texts
 
-VERSIONS = ("1.29", kubernetes_validate.latest_version())
+ALL_VERSIONS = kubernetes_validate.utils.all_versions()
+VERSIONS = ("1.29", ALL_VERSIONS[-1])
 CUSTOM_RESOURCES = {
     # Without schemas: the fields that the controllers require.
     "Certificate": ("cert-manager.io/v1", ["secretName", "issuerRef.name", "issuerRef.kind"]),
@@ -37,6 +38,7 @@ CUSTOM_RESOURCES = {
 @pytest.fixture(autouse=True)
 def _schemas_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubernetes_validate.utils, "schema_contents", _schema)
+    monkeypatch.setattr(kubernetes_validate.utils, "all_versions", lambda: ALL_VERSIONS)
 
 
 @cache

@@ -11,7 +11,7 @@ import yaml
 
 from helm import release, values_schema
 from helm.values_reference import values_page
-from tests.helm.rendering import CHART, ROOT, chart, example, pod_templates
+from tests.helm.rendering import CHART, ROOT, chart, example, objects, pod_templates
 from tests.helm.test_null import defaults
 
 CPU, CUDA = "sha256:" + "a" * 64, "sha256:" + "b" * 64
@@ -24,10 +24,9 @@ def test_a_released_chart_names_its_images_by_digest(tmp_path: Path) -> None:
     assert Path(archive).name == "quartet-1.2.3.tgz"
     with helm_python.Chart.load(archive) as released:
         texts = released.render(example("single-node-4-gpus"), name="quartet", namespace="rlhf")
-    documents = [item for text in texts.values() for item in _documents(text)]
     images = {
         template["spec"]["containers"][0]["name"]: template["spec"]["containers"][0]["image"]
-        for _, template in pod_templates(documents)
+        for _, template in pod_templates(objects(texts))
     }
     assert images["actor"] == f"registry.example/o/quartet@{CUDA}"
     assert images["orchestrator"] == f"registry.example/o/quartet@{CPU}"
@@ -53,17 +52,12 @@ def test_a_released_chart_takes_its_images_from_another_registry_or_repository(
         texts = released.render({**example("single-node-4-gpus"), **given}, name="quartet", namespace="rlhf")
     images = {
         container["name"]: container["image"]
-        for text in texts.values()
-        for _, template in pod_templates(_documents(text))
+        for _, template in pod_templates(objects(texts))
         for container in (*template["spec"]["containers"], *template["spec"].get("initContainers", []))
     }
     assert images["actor"] == image
     if "imageRegistry" in given:
         assert {name for name in images if not images[name].startswith("mirror.example/")} == set()
-
-
-def _documents(text: str) -> list[dict[str, object]]:
-    return [item for item in yaml.safe_load_all(text) if isinstance(item, dict)] if "kind:" in text else []
 
 
 @pytest.mark.parametrize(

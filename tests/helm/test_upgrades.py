@@ -12,7 +12,18 @@ import kubernetes_validate
 import pytest
 
 from tests.helm.cluster import ApiServer
-from tests.helm.rendering import NAMESPACE, Manifest, Values, changed, chart, example, manifests, of_kind, pod_templates
+from tests.helm.rendering import (
+    NAMESPACE,
+    Manifest,
+    Values,
+    changed,
+    chart_for,
+    example,
+    manifests,
+    objects,
+    of_kind,
+    pod_templates,
+)
 
 
 def run(name: str) -> Values:
@@ -107,16 +118,7 @@ def test_only_the_newest_finished_jobs_are_kept(api: ApiServer, cluster: helm_py
 
 def release(name: str, values: Values) -> list[Manifest]:
     """Return the objects of another release in the same namespace."""
-    import yaml
-
-    rendered = chart().render(json.loads(json.dumps(values)), name=name, namespace=NAMESPACE)
-    return [
-        document
-        for path, text in sorted(rendered.items())
-        if path.endswith(".yaml")
-        for document in yaml.safe_load_all(text)
-        if document
-    ]
+    return objects(chart_for(values).render(json.loads(json.dumps(values)), name=name, namespace=NAMESPACE))
 
 
 SECOND: dict[str, Any] = {"storage": {"claim": {"existingClaim": "quartet-storage"}}, "loader": {"enabled": False}}

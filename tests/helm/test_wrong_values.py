@@ -8,7 +8,7 @@ import helm_python
 import pytest
 
 from tests.every_case import every_case
-from tests.helm.rendering import NAMESPACE, Values, changed, chart, checks, manifests, objects, of_kind, refusal
+from tests.helm.rendering import NAMESPACE, Values, changed, chart, checks_for, manifests, objects, of_kind, refusal
 
 DIGEST = f"sha256:{'0' * 64}"
 
@@ -174,7 +174,7 @@ def test_a_wrong_value_gives_one_message_with_its_path_and_what_is_expected(name
 @every_case("release", ["my.run", "7b", "1e3", "123"])
 def test_a_release_name_that_services_cannot_have_is_refused(release: str) -> None:
     with pytest.raises(helm_python.HelmError, match=f'release name "{release}": .* or set fullnameOverride'):
-        checks().render(changed("cpu-kind"), name=release, namespace=NAMESPACE)
+        checks_for(changed("cpu-kind")).render(changed("cpu-kind"), name=release, namespace=NAMESPACE)
 
 
 @every_case("release", ["my.run", "1e3"])
