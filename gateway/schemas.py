@@ -75,12 +75,14 @@ class Problem(Model):
 class Page(Model, Generic[Item]):
     """One page of a list."""
 
-    items: list[Item]
-    """Items in the documented order of the list."""
-    total: int | None = None
-    """Number of items on all pages, if it is known without reading all of them."""
-    next: str | None = None
-    """``cursor`` of the next page; null on the last page."""
+    # With docstrings, Pydantic would search the source again for each type of items, in all modules that are loaded.
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=False)
+
+    items: list[Item] = Field(description="Items in the documented order of the list.")
+    total: int | None = Field(
+        None, description="Number of items on all pages, if it is known without reading all of them."
+    )
+    next: str | None = Field(None, description="``cursor`` of the next page; null on the last page.")
 
 
 class State(StrEnum):
