@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -111,10 +112,11 @@ def test_the_orchestrator_waits_for_the_files_of_the_config_so_that_its_attempts
     assert container["command"][:2] == ["tini", "--"]
     for path in ("models/policy", "models/reward"):
         (tmp_path / path).mkdir(parents=True)
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "waiting for data/prompts.jsonl\n"
-    process.kill()
+    # With the command that it waits with, which keeps the output open.
+    os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     (tmp_path / "data").mkdir()
     (tmp_path / "data/prompts.jsonl").touch()
