@@ -80,9 +80,9 @@ class Page(Model, Generic[Item]):
 
     items: list[Item] = Field(description="Items in the documented order of the list.")
     total: int | None = Field(
-        None, description="Number of items on all pages, if it is known without reading all of them."
+        default=None, description="Number of items on all pages, if it is known without reading all of them."
     )
-    next: str | None = Field(None, description="``cursor`` of the next page; null on the last page.")
+    next: str | None = Field(default=None, description="``cursor`` of the next page; null on the last page.")
 
 
 class State(StrEnum):
