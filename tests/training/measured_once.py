@@ -1,4 +1,7 @@
-"""What services measure at their start, once for equal models. Half of a short run was spent on it."""
+"""What services, engines and forward passes measure of a model before its use, once for equal models.
+
+Half of a short run was spent on it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 import xxhash
 
+from quartet.models.forward import packing
 from quartet.models.generation import torch_engine, trial
 from quartet.models.training.update_memory import measure_policy, measure_value
 from quartet.services.actor import actor
@@ -36,26 +40,46 @@ def _content(model: Any) -> str:
     return digest.hexdigest()
 
 
+def _of_model(check: Callable[..., Any], model: Any, measure: Callable[[], Any], *more: Hashable) -> Any:
+    """Return the kept result for an equal model. One that a test has changed by more than its weights is measured."""
+    if any("forward" in vars(part) or part._forward_pre_hooks or part._forward_hooks for part in model.modules()):
+        return measure()
+    return _once((check, _shape(model), _content(model), *more), measure)
+
+
 def _trial_result(untried: str, passes: Callable[[], bool], bits: Any) -> trial.TrialResult:
     # A test may have replaced the trial, with another result.
     if untried or getattr(passes, "__func__", None) is not _TRIAL:
         return trial.trial_result(untried, passes, bits)
     engine: Any = passes.__self__  # type: ignore[attr-defined]
-    key = (type(engine), _shape(engine._model), _content(engine._model), engine._max_concurrent, trial.processor())
-    result: trial.TrialResult = _once(key, lambda: trial.trial_result(untried, passes, bits))
+    more = type(engine), engine._max_concurrent, trial.processor()
+    result: trial.TrialResult = _of_model(
+        _TRIAL, engine._model, lambda: trial.trial_result(untried, passes, bits), *more
+    )
     return result
 
 
 def _of_decoding(check: Callable[..., Any]) -> Callable[..., Any]:
     def check_once(model: Any, *arguments: Any) -> Any:
-        return _once((check, _shape(model), _content(model), *arguments), lambda: check(model, *arguments))
+        return _of_model(check, model, lambda: check(model, *arguments), *arguments)
 
     return check_once
 
 
 def _difference(engine: torch_engine.TorchEngine) -> str | None:
-    model, kind = engine._model, (engine._static is not None, engine._uncached)
-    result: str | None = _once((_DIFFERENCE, _shape(model), _content(model), kind), lambda: _DIFFERENCE(engine))
+    kind = (engine._static is not None, engine._uncached)
+    result: str | None = _of_model(_DIFFERENCE, engine._model, lambda: _DIFFERENCE(engine), kind)
+    return result
+
+
+def _padded_states(base: Any) -> torch.Tensor:
+    result: torch.Tensor = _of_model(_PADDED, base, lambda: _PADDED(base), base.config._attn_implementation)
+    return result
+
+
+def _matches_packed(base: Any, expected: torch.Tensor) -> bool:
+    attention = base.config._attn_implementation
+    result: bool = _of_model(_PACKED, base, lambda: _PACKED(base, expected), attention)
     return result
 
 
@@ -68,16 +92,19 @@ def _of_update(measure: Callable[..., Any]) -> Callable[..., Any]:
 
 _TRIAL = torch_engine.TorchEngine._is_batch_invariant
 _DIFFERENCE = torch_engine.TorchEngine._difference
+_PADDED, _PACKED = packing._padded_states, packing._matches_packed
 
 
 @contextmanager
 def measured_once() -> Iterator[None]:
-    """Keep the results of the engine's trials and of the memory of updates, by model."""
+    """Keep the results of the trials of engines and packed passes, and of the memory of updates, by model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_engine, "trial_result", _trial_result)
         patch.setattr(torch_engine, "unsupported_reason", _of_decoding(torch_engine.unsupported_reason))
         patch.setattr(torch_engine, "is_recordable", _of_decoding(torch_engine.is_recordable))
         patch.setattr(torch_engine.TorchEngine, "_difference", _difference)
+        patch.setattr(packing, "_padded_states", _padded_states)
+        patch.setattr(packing, "_matches_packed", _matches_packed)
         patch.setattr(actor, "measure_policy", _of_update(measure_policy))
         patch.setattr(critic, "measure_value", _of_update(measure_value))
         yield

@@ -219,6 +219,10 @@ def test_the_interpreter_of_local_generators_must_import_their_engine(
         False,
         f"{tmp_path / 'python'}: not an executable file; correct services.generator.python",
     )
+    # The import of a generator takes seconds.
+    monkeypatch.setattr(
+        module, "IMPORTS", module.IMPORTS.replace("quartet.services.generator.factory", "quartet.errors")
+    )
     ok, detail = module._environment(Path(sys.executable), "not_installed_engine")
     assert not ok
     assert "No module named 'not_installed_engine'" in detail
@@ -322,6 +326,7 @@ def test_an_engine_that_is_not_torch_has_no_trial_here(
     monkeypatch.setattr(module, "console", Console(width=400))
     path = tmp_path / "config.yaml"
     path.write_text(config(tmp_path, torch.float32).model_dump_json())
+    monkeypatch.setattr(module, "_environment", lambda *_: (False, "no vllm"))
     doctor(path, ["rollout.engine=vllm", "rollout.generators=1"], [])
     assert "torch engine" not in printed(capsys)
 

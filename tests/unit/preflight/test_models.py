@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,12 @@ def test_a_file_that_is_a_reference_of_git_lfs_is_named(name: str, models: Path)
 
 
 @pytest.mark.usefixtures("real_processes")
-def test_a_tokenizer_that_cannot_be_loaded_is_refused(models: Path) -> None:
+def test_a_tokenizer_that_cannot_be_loaded_is_refused_without_transformers_in_this_process(models: Path) -> None:
     (models / "policy/tokenizer.json").write_text("{}")
+    before = set(sys.modules)
     with pytest.raises(ModelError, match=r"policy: the tokenizer cannot be used: "):
         check_inputs(config(models))
+    assert not {name for name in set(sys.modules) - before if name.split(".")[0] in ("transformers", "torch")}
 
 
 def test_a_missing_model_is_reported_with_its_role(models: Path) -> None:

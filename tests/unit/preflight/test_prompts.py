@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +92,8 @@ def test_what_only_a_chat_template_gets_is_warned_of_if_no_prompt_is_messages(mo
     assert warnings(tree, '{"text": "a"}\n' * 2, environment=environment, rollout=turns) == []
 
 
-@pytest.mark.usefixtures("real_processes")
-def test_a_chat_template_that_refuses_a_line_is_reported_without_transformers(models: Path) -> None:
+def test_a_chat_template_that_refuses_a_line_is_reported_with_the_line(models: Path) -> None:
     (models / "policy/chat_template.jinja").write_text(TEMPLATE)
-    before = set(sys.modules)
     refused = MESSAGES * 300 + '{"prompt": [{"role": "tool", "content": "a"}]}\n'
     tree = with_validation(models, refused).model_dump()
     tree["evaluation"]["max_prompts"] = 1000
@@ -104,7 +101,6 @@ def test_a_chat_template_that_refuses_a_line_is_reported_without_transformers(mo
         DataError, match=r":601: the chat template of .*policy refuses the messages of prompt: no tools"
     ):
         check_inputs(parse_config(tree, "test"))
-    assert not {name for name in set(sys.modules) - before if name.split(".")[0] in ("transformers", "torch")}
 
 
 def test_prompts_that_end_with_the_assistant_are_refused_unless_they_are_continued(models: Path) -> None:

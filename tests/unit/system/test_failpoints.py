@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,13 +25,14 @@ ROOT = Path(__file__).parents[3]
 
 @cache
 def code() -> list[ast.AST]:
-    """Return the nodes of all modules except that of the failpoints."""
+    """Return the nodes of all modules that contain the name of a failpoint or a call, except that of the failpoints."""
+    names = re.compile("|".join(map(re.escape, ("failpoint(", *FAILPOINTS))))
     return [
         node
         for folder in ("src/quartet", "services")
         for path in (ROOT / folder).rglob("*.py")
-        if path.name != "failpoints.py" and "v1" not in path.parts
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if path.name != "failpoints.py" and names.search(text := path.read_text(encoding="utf-8"))
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Constant | ast.Call)
     ]
 

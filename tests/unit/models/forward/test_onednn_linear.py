@@ -31,6 +31,11 @@ pytestmark = pytest.mark.skipif(
 Matmuls = list[tuple[int, ...]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _measured_once() -> None:
+    """Let each engine and each model have its own trials."""
+
+
 @pytest.fixture
 def matmuls(monkeypatch: pytest.MonkeyPatch) -> Matmuls:
     """Enable oneDNN on any processor. Return a list that receives the shape of each matmul."""

@@ -23,6 +23,11 @@ from tests.unit.models import tiny
 PROMPTS, RESPONSES = [3, 9, 1, 5], [7, 2, 11, 1]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _measured_once() -> None:
+    """Let each engine and each model have its own trials."""
+
+
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_packed_log_probs_equal_those_of_separate_sequences(kind: str) -> None:
     model, batch = tiny.causal(kind), tiny.batch(PROMPTS, RESPONSES)

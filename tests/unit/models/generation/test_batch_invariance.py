@@ -23,6 +23,11 @@ TOKENS = 12
 Bits = dict[Any, tuple[bytes, bytes]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _measured_once() -> None:
+    """Let each engine and each model have its own trials."""
+
+
 @pytest.fixture(scope="module", params=tiny.KINDS)
 def engine(request: pytest.FixtureRequest) -> TorchEngine:
     return TorchEngine(tiny.causal(request.param, max_position_embeddings=256), STOPS, 256)

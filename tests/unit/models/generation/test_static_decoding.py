@@ -26,6 +26,11 @@ HOST_TRANSFERS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fres
 """Operations that transfer data between host and device. The capture of a CUDA graph refuses them."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _measured_once() -> None:
+    """Let each engine and each model have its own trials."""
+
+
 def static(model: Any, slots: int = 32) -> TorchEngine:
     """Return an engine that uses static decoding. The model must support it."""
     engine = TorchEngine(model, STOPS, slots)

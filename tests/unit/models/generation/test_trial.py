@@ -20,6 +20,11 @@ from tests.unit.models import tiny
 STOPS = frozenset({tiny.EOS})
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _measured_once() -> None:
+    """Let each engine and each model have its own trials."""
+
+
 @pytest.fixture
 def failing(tmp_path: Path) -> Iterator[None]:
     """Make the next trial fail."""

@@ -62,16 +62,15 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
 
 
 def update(model: Any, on: bool, recomputes: bool = False, max_tokens: int = 20) -> Result:
-    """Return metrics and weights after an update with several mini-batches and micro-batches."""
+    """Return metrics and weights after an update with several mini-batches, and micro-batches of ``max_tokens``."""
     learned = copy.deepcopy(model)
     optimizer = create_optimizer(learned, 1e-3, eps=1e-5)
     settings = updates.settings(learning_rate=1e-3)
+    data = updates.experience(None if isinstance(learned, ValueModel) else learned)
     with activation_checkpointing(learned, recomputes), compiled_layers(learned, on):
         if isinstance(learned, ValueModel):
-            data = updates.experience(None)
             metrics = update_value(learned, optimizer, data, settings, ValueLossSettings(), max_tokens)
         else:
-            data = updates.experience(learned)
             metrics = update_policy(learned, optimizer, data, settings, updates.LOSS, max_tokens)
     return metrics, [parameter.detach() for parameter in learned.parameters()]
 
@@ -92,13 +91,14 @@ def model_of(kind: str, trained: str = "policy", lora: bool = False) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "trained", "lora", "recomputes"), [("gpt2", "policy", False, False), ("llama", "value", True, True)]
+    ("kind", "trained", "lora", "recomputes", "max_tokens"),
+    [("gpt2", "policy", False, False, 20), ("llama", "value", True, True, 80)],
 )
 def test_an_update_with_captured_layers_computes_the_same(
-    kind: str, trained: str, lora: bool, recomputes: bool, graphs: Graphs
+    kind: str, trained: str, lora: bool, recomputes: bool, max_tokens: int, graphs: Graphs
 ) -> None:
     model = model_of(kind, trained, lora)
-    compare(update(model, True, recomputes), update(model, False))
+    compare(update(model, True, recomputes, max_tokens), update(model, False, max_tokens=max_tokens))
     assert graphs
 
 

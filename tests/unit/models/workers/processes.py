@@ -13,13 +13,16 @@ from types import ModuleType
 
 from quartet.system.fork_server import ForkServer
 
+LAZY = ("transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto", "peft")
+"""Modules that each rank would otherwise import at its first model."""
+
 
 @functools.cache
 def _fork_server() -> ForkServer:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd()}
-    programs = (f"{__package__}.{name}" for name in ("rank", "failing_rank", "frozen_rank", "reading_rank"))
+    programs = [f"{__package__}.{name}" for name in ("rank", "failing_rank", "frozen_rank", "reading_rank")]
     with tempfile.NamedTemporaryFile() as log:
-        return ForkServer(__name__, list(programs), environment, Path(log.name))
+        return ForkServer(__name__, [*programs, *LAZY], environment, Path(log.name))
 
 
 def run_ranks(program: ModuleType, folder: Path, size: int, *arguments: object) -> None:

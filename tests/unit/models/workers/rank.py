@@ -76,7 +76,12 @@ def again(case: str) -> str:
 
 
 def run(case: str, workers: Workers, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the weights, the optimizer's state and the metrics after the updates of a case. ``folder``: for files."""
+    """Return the weights, the optimizer's state and the metrics after the updates of a case. ``folder``: for files.
+
+    The first update has two epochs. The optimizer's state is saved again only in the first run of a case.
+    """
+    saves = 2 if case in SAVED_AGAIN else 1
+    case = case.removesuffix("-again")
     first = case.partition("-")[0]
     model: Any = tiny.causal(KINDS.get(case, first if first in ARCHITECTURES else "llama"))
     data = updates.experience(model)
@@ -117,8 +122,9 @@ def run(case: str, workers: Workers, folder: Path) -> tuple[dict[str, torch.Tens
     else:
         optimizer = create_optimizer(model, RATE, eps=EPS)
     metrics: dict[str, Any] = {}
-    settings = updates.settings(learning_rate=RATE, skip_non_finite=case == "not-finite")
     for step in range(STEPS):
+        changes = {"learning_rate": RATE, "skip_non_finite": case == "not-finite", "num_epochs": STEPS - step}
+        settings = updates.settings(**changes)
         compiles = case.startswith("compiled") and workers.size > 1
         with activation_checkpointing(model, case in ("rloo", "compiled-lora")), compiled_layers(model, compiles):
             if case.startswith("value"):
@@ -131,7 +137,7 @@ def run(case: str, workers: Workers, folder: Path) -> tuple[dict[str, torch.Tens
         scores = response_values(model, data.batch, 20, workers)
     else:
         scores = response_log_probs(model, data.batch, 0.8, 20, workers)
-    state = restored_state(optimizer, workers, folder, 2 if case in SAVED_AGAIN else 1)
+    state = restored_state(optimizer, workers, folder, saves)
     weights = dict(complete_weights(model, workers))
     if case != "bfloat16":
         check_copies(model, weights, workers)
@@ -174,7 +180,7 @@ def main(
     for case in cases:
         (folder / f"state-{case}").mkdir(exist_ok=True)
         workers = WorkerGroup(torch.device("cpu"), replicate, tensor)
-        weights, metrics = run(case.removesuffix("-again"), workers, folder / f"state-{case}")
+        weights, metrics = run(case, workers, folder / f"state-{case}")
         sharded = weakref.ref(workers.root)
         workers.release()
         gc.collect()

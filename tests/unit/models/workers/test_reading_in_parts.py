@@ -25,7 +25,8 @@ SIZE = 3
 def load(folder: Path, cases: tuple[str, ...], size: int = SIZE, replicate: int = 1) -> Path:
     """Write checkpoints to ``folder``, load the cases in a group of ``size`` ranks, and return the folder."""
     for kind in (*tiny.KINDS, *tiny.MIXTURES, *reading_rank.HYBRIDS):
-        tiny.causal(kind).save_pretrained(folder / kind)
+        if any(kind in case.split("-") for case in (*cases, "llama")):
+            tiny.causal(kind).save_pretrained(folder / kind)
     multimodal.model("qwen2_audio").save_pretrained(folder / "qwen2_audio")
     tiny.classifier("llama").save_pretrained(folder / "reward")
     write_model(folder / "critic", ValueModel.of_classifier(tiny.classifier("llama", seed=3)).snapshot())
