@@ -6,7 +6,6 @@ The cache only saves time: a file that is missing, damaged or cannot be written 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -14,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from quartet.data.prompt_settings import NO_REVISIONS, PromptSettings, RowMappin
 from quartet.errors import DataError
 from quartet.model_files.hub_models import cached_snapshot
 from quartet.model_files.tokenizer_check import tokenizer_location
+from quartet.system.missing_packages import installed_version
 
 MAX_CACHE_BYTES = 4 * 1024**3
 """Maximum size of the cache. The files that were not used for the longest time are deleted first."""
@@ -129,7 +128,7 @@ def cache_key(settings: PromptSettings, path: Path, digest: FileDigest) -> str |
         return None
     content: dict[str, Any] = {
         "format": FORMAT,
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: installed_version(name) for name in _PACKAGES},
         "prompts": digest.sha256,
         # The name determines how the file is read.
         "endings": [suffix.lower() for suffix in path.suffixes[-2:]],
@@ -144,14 +143,6 @@ def cache_key(settings: PromptSettings, path: Path, digest: FileDigest) -> str |
     if settings.limit is not None:
         content["limit"] = [settings.limit, settings.max_prompt_tokens, settings.truncation is not None]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-@functools.cache
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _tokenizer_files(model: str) -> dict[str, str] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from quartet.model_files.hub_models import cached_snapshot, is_complete
 from quartet.preflight.checking_process import checking_process
 from quartet.preflight.findings import Finding
 from quartet.system.durable_files import write_durably
+from quartet.system.missing_packages import installed_version
 
 _FORMAT = 2
 """Version of the comparison. Raise it if its result changes."""
@@ -101,7 +101,9 @@ def _name(role: Role, directories: list[Path]) -> str:
 
     Weights that are tied and stored twice are compared by value, so the times of the files count.
     """
-    digest = hashlib.sha256(json.dumps([_FORMAT, role, *map(_version, ("transformers", "torch", "peft"))]).encode())
+    digest = hashlib.sha256(
+        json.dumps([_FORMAT, role, *map(installed_version, ("transformers", "torch", "peft"))]).encode()
+    )
     for directory in directories:
         for path in sorted((*directory.glob("*.json"), *directory.glob("**/*.safetensors"))):
             status = path.stat()
@@ -124,10 +126,3 @@ def _store(cache: Path, name: str, result: Mapping[str, Any]) -> None:
         limit_size(cache, ".json", _MAX_CACHE_BYTES)
     except OSError:
         return
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

@@ -122,7 +122,7 @@ def test_another_version_of_a_package_misses_the_cache(
     settings: PromptSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(settings)
-    monkeypatch.setattr(prompt_cache, "_version", lambda _: "99")
+    monkeypatch.setattr(prompt_cache, "installed_version", lambda _: "99")
     assert load(settings)[1] > 0
 
 
