@@ -408,7 +408,7 @@ def _orchestrator(
     from quartet.services.orchestrator.control.progress import ProgressBoard
     from quartet.services.orchestrator.control.run_control import RunControl
     from quartet.services.orchestrator.servicer import OrchestratorServicer
-    from quartet.services.orchestrator.telemetry.run_metrics import BufferDepth, RunMetrics
+    from quartet.services.orchestrator.telemetry.run_metrics import RunMetrics, buffer_depth
     from quartet.services.orchestrator.training_run import TrainingRun, run_training
 
     set_up_torch(1)
@@ -417,7 +417,7 @@ def _orchestrator(
     control = RunControl(files)
     url = required_buffer_url(config, credentials.folder)
     training = TrainingRun(config, url, board, control, _freeze_loaded_objects, observability.traces, credentials)
-    observability.registry.register(RunMetrics(config, board, BufferDepth(url, config.run.name), training.generators))
+    observability.registry.register(RunMetrics(config, board, buffer_depth(url, config.run.name), training.generators))
 
     def finished(outcome: RunOutcome) -> None:
         outcomes.append(outcome)

@@ -15,8 +15,7 @@ from quartet.models.forward.model_capabilities import max_positions
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.weights.loading import check_causal_lm, count_parameters, load_causal_lm
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
-from quartet.models.workers.frozen import shard_frozen
-from quartet.models.workers.workers import SINGLE, Workers
+from quartet.models.workers.workers import SINGLE, Workers, shard_frozen
 from quartet.run_directory.reference_versions import files_digest
 from quartet.system.durable_files import confine_path
 from quartet.system.failpoints import failpoint

@@ -6,11 +6,10 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 from quartet.config.deployment import SecurityConfig
 from quartet.config.loading import load_config
 from quartet.conformance.check import CheckOutcome
-from quartet.conformance.report import as_text
+from quartet.conformance.report import line_of, summary_of
 from quartet.conformance.runner import checks_of, run_checks
 from quartet.conformance.target import Limits, Target
 from quartet.contract.status import Role
@@ -29,6 +28,7 @@ from quartet.rpc.security.credentials import Credentials
 from quartet.run_directory.run_files import RunFiles
 from quartet.system.child_processes import tied_to_parent
 from tests.compose.stack import docker
+from tests.ports import free_port
 from tests.training.conftest import _one_thread, make, toy_task, toy_task_tree  # noqa: F401
 from tests.training.runs import Run, orchestrator, services
 from tests.waiting import LIMIT
@@ -41,11 +41,6 @@ pytestmark = pytest.mark.skipif(
     shutil.which("node") is None or not (EXAMPLE / "node_modules").is_dir(),
     reason="needs Node and its packages; run npm ci and npm run build in examples/reward-node",
 )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @contextmanager
@@ -115,7 +110,7 @@ def test_the_container_conforms_over_tls(image: str, toy_task: Any, tmp_path: Pa
         closing(Target(Role.REWARD, f"127.0.0.1:{port}", LIMITS, credentials)) as target,
     ):
         results = run_checks(target, checks_of(Role.REWARD))
-        report = as_text(target, results, datetime.now(UTC))
+        report = "\n".join([*map(line_of, results), summary_of(target, results)])
     assert not [result for result in results if result.outcome is CheckOutcome.FAILED], report
     skipped = {result.check.id for result in results if result.outcome is CheckOutcome.SKIPPED}
     assert skipped == {"tls.token", "score.error_class"}
@@ -138,15 +133,15 @@ def test_the_service_conforms_and_its_report_is_the_one_in_the_example(toy_task:
         closing(Target(Role.REWARD, address, LIMITS)) as target,
     ):
         results = run_checks(target, checks_of(Role.REWARD))
-        report = as_text(target, results, datetime.now(UTC))
+        report = "\n".join([*map(line_of, results), summary_of(target, results)])
         status = target.status()
     assert not [result for result in results if result.outcome is CheckOutcome.FAILED], report
     assert status.tokenizer_fingerprint == tokenizer_fingerprint(load_tokenizer(toy_task.policy))
     stored = (EXAMPLE / "conformance.txt").read_text(encoding="utf-8").splitlines()
     assert "ok      score.not_constant " in report
     assert "ok      score.failure " in report
-    # The first line has the time, and the last one the address.
-    assert [line[:120] for line in report.splitlines()[1:-1]] == [line[:120] for line in stored[1:-1]]
+    # The first line of the file has the time, and the last one the address.
+    assert [line[:120] for line in report.splitlines()[:-1]] == [line[:120] for line in stored[1:-1]]
 
 
 def require_word_scores(run: Run) -> None:

@@ -38,11 +38,12 @@ from quartet.rpc import server as server_module
 from quartet.rpc import service_channel
 from quartet.rpc.clients import CriticClient, ReferenceClient, RewardClient
 from quartet.rpc.compute_thread import ComputeThread
-from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_PENDING_SAVES, MAX_PENDING_WORK, MAX_STREAMS, WORKERS
+from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_PENDING_SAVES, MAX_PENDING_WORK, MAX_STREAMS
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.server import Server
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.v1 import actor_pb2, actor_pb2_grpc, trajectory_pb2, update_pb2
+from tests.ports import free_port
 from tests.services.model_services import TIMEOUTS, Services
 from tests.unit.models import tiny
 from tests.waiting import LIMIT, wait_until
@@ -263,11 +264,6 @@ def test_an_address_without_a_server_is_unavailable(monkeypatch: pytest.MonkeyPa
     client.close()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def test_another_service_does_not_offer_the_method(reference: ReferenceClient, gate: Gate) -> None:
     critic = CriticClient(reference.channel.address, TIMEOUTS)
     with pytest.raises(MismatchError, match=r"critic at .*: Values: .*does not offer this method; check the address"):
@@ -386,8 +382,7 @@ def test_streams_are_limited_so_that_health_and_status_respond(services: Service
 
 def test_all_limits_together_leave_workers_for_health_and_status() -> None:
     # A reward service also waits for its function thread; actor and critic also wait for saves.
-    assert 2 * MAX_PENDING_WORK + 2 * MAX_PENDING_SAVES + MAX_STREAMS < WORKERS
-    assert WORKERS <= MAX_CONCURRENT_CALLS
+    assert 2 * MAX_PENDING_WORK + 2 * MAX_PENDING_SAVES + MAX_STREAMS < MAX_CONCURRENT_CALLS
 
 
 def test_a_very_long_error_message_arrives_with_its_status(services: Services, gate: Gate) -> None:

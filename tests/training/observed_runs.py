@@ -25,7 +25,7 @@ from quartet.services.generator.factory import build_generator
 from quartet.services.observability import Observability
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
-from quartet.services.orchestrator.telemetry.run_metrics import BufferDepth, RunMetrics
+from quartet.services.orchestrator.telemetry.run_metrics import RunMetrics, buffer_depth
 from quartet.services.orchestrator.training_run import TrainingRun, run_training
 from quartet.services.roles import build_model_role
 from tests.training.runs import Run
@@ -141,7 +141,7 @@ def run_observed(config: Config) -> Observed:
             RunControl(RunFiles(config.run_directory), persist=False),
             traces=observation.traces,
         )
-        observation.registry.register(RunMetrics(addressed, board, BufferDepth(config.buffer.url, config.run.name)))
+        observation.registry.register(RunMetrics(addressed, board, buffer_depth(config.buffer.url, config.run.name)))
         observation.start()
         files = RunFiles(config.run_directory)
         run_training(training, files, board, lambda outcome: exit_codes.append(outcome.exit_status))

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -34,18 +35,13 @@ PHASE_SUFFIX = "_seconds"
 """Suffix of the step metrics that hold the seconds of a phase."""
 
 
-class BufferDepth:
-    """Number of trajectories in a run's rollout stream. Uses a separate connection, opened by the first call."""
+def buffer_depth(url: str, run: str) -> Callable[[], int]:
+    """Return a function that counts the trajectories in a run's rollout stream. Its first call opens a separate connection.
 
-    def __init__(self, url: str, run: str) -> None:
-        self._url, self._run = url, run
-        self._stream: RolloutStream | None = None
-
-    def __call__(self) -> int:
-        """Read the depth. Raises a QuartetError if the buffer does not respond in time."""
-        if self._stream is None:
-            self._stream = RolloutStream(connect(self._url, BUFFER_TIMEOUT_SECONDS), self._url, self._run)
-        return self._stream.depth()
+    It raises a QuartetError if the buffer does not respond in time.
+    """
+    stream = cache(lambda: RolloutStream(connect(url, BUFFER_TIMEOUT_SECONDS), url, run))
+    return lambda: stream().depth()
 
 
 class RunMetrics(Collector):

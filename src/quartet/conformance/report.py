@@ -90,11 +90,6 @@ def summary_of(target: Target, results: Sequence[CheckResult]) -> str:
     return "\n".join([*lines, f"{target.role} at {target.address} {verdict}: {numbers}"])
 
 
-def as_text(target: Target, results: Sequence[CheckResult], started: datetime) -> str:
-    """Return the whole report as text."""
-    return "\n".join([header_of(started), *map(line_of, results), summary_of(target, results)])
-
-
 def as_json(target: Target, results: Sequence[CheckResult], started: datetime) -> dict[str, Any]:
     """Return the report as a JSON object."""
     counts = Counter(result.outcome for result in results)

@@ -12,8 +12,7 @@ from quartet.models.forward.model_capabilities import max_positions, vocabulary_
 from quartet.models.forward.scoring import sequence_score_passes
 from quartet.models.weights.loading import count_parameters, load_reward_model
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
-from quartet.models.workers.frozen import shard_frozen
-from quartet.models.workers.workers import SINGLE, Workers
+from quartet.models.workers.workers import SINGLE, Workers, shard_frozen
 from quartet.rewards.reward_source import completed, never, parse_fields
 
 

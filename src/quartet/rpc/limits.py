@@ -8,19 +8,18 @@ MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 """Maximum message size in both directions."""
 
 MAX_CONCURRENT_CALLS = 64
-"""Maximum calls that a server handles at once. Further calls fail with RESOURCE_EXHAUSTED."""
+"""Maximum calls that a server handles at once. Further calls fail with RESOURCE_EXHAUSTED.
 
-WORKERS = MAX_CONCURRENT_CALLS
-"""Threads that handle calls. Most of them wait for the compute thread. Together, the limits below stay under this number."""
+Each has a thread, and most threads wait for the compute thread. Together, the limits below stay under this number."""
 
 MAX_STREAMS = 16
-"""Maximum open streams of a server. Each one holds a worker."""
+"""Maximum open streams of a server. Each one holds a thread."""
 
 MAX_WEIGHT_STREAMS = 8
 """Maximum open streams of weights of a process. Fewer than MAX_STREAMS, so that other streams find a free place."""
 
 MAX_PENDING_WORK = 16
-"""Maximum calls that wait for a compute thread. Fewer than WORKERS, so that health and status always find a free worker."""
+"""Maximum calls that wait for a compute thread. So few that health and status always find a free thread."""
 
 MAX_CALL_SECONDS = 24 * 3600.0
 """Maximum time that a call waits for model work, also for a caller with a later deadline or none."""

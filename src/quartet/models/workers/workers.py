@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from copy import copy
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -108,3 +109,21 @@ def split_by_tokens(lengths: Sequence[int] | NDArray[np.signedinteger], size: in
         shares[lightest].append(index)
         tokens[lightest] += int(sizes[index])
     return [sorted(share) for share in shares]
+
+
+def shard_frozen(model: Any, workers: Workers) -> Workers:
+    """Shard the parameters of ``model`` over the ranks, in their data type. Return the group that computes with it.
+
+    A group of one keeps the model as it is. A group may hold several models. Every rank must have loaded the
+    same weights, or its parts of them.
+    """
+    if workers.size == 1:
+        return workers
+    # Imported here because a single process does not need torch.distributed.
+    from quartet.models.workers.group import WorkerGroup
+    from quartet.models.workers.sharding import shard_model
+
+    assert isinstance(workers, WorkerGroup)
+    own = copy(workers)
+    shard_model(model.requires_grad_(False), own)
+    return own

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from quartet.contract.arrays import FloatArray
 from quartet.models.forward.scoring import response_log_probs, sequence_scores
 from quartet.models.weights.loading import load_causal_lm, load_reward_model
-from quartet.models.workers.frozen import shard_frozen
 from quartet.models.workers.group import WorkerGroup, join_group
-from quartet.models.workers.workers import Workers
+from quartet.models.workers.workers import Workers, shard_frozen
 from tests.unit.models import tiny
 
 PROMPTS, RESPONSES = [3, 1, 5, 2, 4], [4, 9, 2, 12, 1]
