@@ -19,7 +19,7 @@ import yaml
 from quartet.demo.toy_task import make_toy_task
 from tests.compose.stack import SECRETS, Stack, compose_command, docker, wait_for
 from tests.e2e.conftest import MAX_PROMPT, MINIATURE
-from tests.e2e.test_separate_processes import free_ports
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -20,9 +20,9 @@ from tests.e2e.test_separate_processes import (  # noqa: F401 - fixtures
     PASSWORD,
     ROLES,
     deployment,
-    free_ports,
     start_process,
 )
+from tests.ports import free_ports
 
 STEPS = settings("run.steps=9", "checkpoint.every_steps=4")
 """A node is drained in the middle of the steps between two checkpoints."""

@@ -6,7 +6,6 @@ import fcntl
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
@@ -17,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.e2e.commands import Command, committed_steps, settings
 from tests.e2e.conftest import Call, Service, Start
+from tests.ports import free_port
 from tests.waiting import LIMIT, wait_until
 
 ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
@@ -127,12 +127,6 @@ def test_a_service_with_a_blocked_log_pipe_drains_and_ends_on_sigterm(config: Pa
         assert service.process.wait(LIMIT) == 0
     finally:
         service.clean_up()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def is_serving(port: int) -> bool:

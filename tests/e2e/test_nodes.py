@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
 from tests.e2e.conftest import GROUPS, Run, Service, Start, step_metrics, weights
-from tests.e2e.test_separate_processes import free_ports
+from tests.ports import free_ports
 from tests.waiting import LIMIT, wait_until
 
 Node = Callable[[int], Command]

@@ -25,20 +25,11 @@ from quartet.rpc.health import is_serving
 from quartet.system.child_processes import tied_to_parent
 from tests.e2e.commands import QUARTET, Command
 from tests.e2e.conftest import Run, step_metrics, weights
+from tests.ports import free_ports
 from tests.waiting import LIMIT
 
 ROLES = ("actor", "critic", "reward", "reference")
 PASSWORD = "a p@ss/word:with?signs"  # pragma: allowlist secret - the test's own
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for sock in sockets:
-        sock.bind(("127.0.0.1", 0))
-    ports = [int(sock.getsockname()[1]) for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from quartet.errors import MismatchError, ServiceFailed
 from quartet.rewards.factory import build_reward
 from quartet.rewards.reward_source import RewardSource
 from tests.engines.faulty_triton import faulty_triton
+from tests.ports import free_port
 from tests.rewards.scorers.faults import FAULTS, HANG_TIMEOUT, TIMEOUT, responses
 from tests.unit.models import tiny
 from tests.waiting import LIMIT
@@ -78,12 +78,6 @@ def test_a_fault_is_an_outcome_of_the_responses_that_it_concerns(fault: str, bat
 def test_a_model_that_the_server_does_not_have_is_a_mismatch(build: Build) -> None:
     with faulty_triton("") as url, pytest.raises(MismatchError, match=r"model other at .*: no such model"):
         build(url, model="other").score(BATCH)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

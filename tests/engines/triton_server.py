@@ -6,11 +6,12 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.ports import free_port
 
 MODEL = Path(__file__).with_name("served_model.py")
 PYTHON = "QUARTET_TRITON_PYTHON"
@@ -229,10 +230,3 @@ def _wheel(python: Path) -> tuple[str, Path]:
     code = "import sys, sysconfig; print('%d.%d' % sys.version_info[:2], sysconfig.get_path('purelib'))"
     result = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     return result[0], Path(result[1]) / "pytriton"
-
-
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

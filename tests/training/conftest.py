@@ -12,6 +12,7 @@ import torch
 
 from quartet.config.root import Config
 from quartet.demo.toy_task import ToyTask
+from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector
 from tests.e2e.conftest import toy_task
 from tests.preflight_workers import run_here
 from tests.training.measured_once import measured_once
@@ -76,3 +77,17 @@ def make(toy_task_tree: Callable[[], dict[str, Any]]) -> MakeConfig:
 @pytest.fixture(scope="session")
 def prompts_of(toy_task: ToyTask) -> Path:
     return toy_task.prompts
+
+
+@pytest.fixture
+def collected(monkeypatch: pytest.MonkeyPatch) -> list[CollectedStep]:
+    """Return the steps that a run collects."""
+    steps: list[CollectedStep] = []
+    real = Collector.collect
+
+    def collect(self: Any, *arguments: Any, **options: Any) -> CollectedStep:
+        steps.append(real(self, *arguments, **options))
+        return steps[-1]
+
+    monkeypatch.setattr(Collector, "collect", collect)
+    return steps

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quartet.config.root import Config
-from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector
+from quartet.services.orchestrator.rollout.collector import CollectedStep
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import run_with_generators
 from tests.training.runs import Run, assert_same, run_to_completion, services
@@ -63,20 +63,6 @@ def uninterrupted(cache: dict[str, Run], make: MakeConfig) -> Run:
     if not cache:
         cache["run"] = run_to_completion(config(make))
     return cache["run"]
-
-
-@pytest.fixture
-def collected(monkeypatch: pytest.MonkeyPatch) -> list[CollectedStep]:
-    """Return the steps that a run collects."""
-    steps: list[CollectedStep] = []
-    real = Collector.collect
-
-    def collect(self: Any, *arguments: Any, **options: Any) -> CollectedStep:
-        steps.append(real(self, *arguments, **options))
-        return steps[-1]
-
-    monkeypatch.setattr(Collector, "collect", collect)
-    return steps
 
 
 def test_each_prompt_has_a_greedy_response_that_is_scored_and_not_trained_on(

@@ -10,7 +10,7 @@ from quartet.contract.trajectory import FinishReason
 from quartet.demo.toy_task import ToyTask
 from quartet.engines.stop_strings import StopStrings, token_decoder
 from quartet.models.weights.tokenizer import load_tokenizer
-from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector
+from quartet.services.orchestrator.rollout.collector import CollectedStep
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import run_with_generators
 from tests.training.runs import assert_same, run_to_completion
@@ -18,20 +18,6 @@ from tests.training.test_episodes import EPISODES, environment
 
 STRINGS = [*"aeiouylnrs", "th", "\ufb01"]
 """Many strings, because the policy of the tests writes nearly random bytes."""
-
-
-@pytest.fixture
-def collected(monkeypatch: pytest.MonkeyPatch) -> list[CollectedStep]:
-    """Return the steps that a run collects."""
-    steps: list[CollectedStep] = []
-    real = Collector.collect
-
-    def collect(self: Any, *arguments: Any, **options: Any) -> CollectedStep:
-        steps.append(real(self, *arguments, **options))
-        return steps[-1]
-
-    monkeypatch.setattr(Collector, "collect", collect)
-    return steps
 
 
 @pytest.fixture

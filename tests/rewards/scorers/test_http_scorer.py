@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import json
-import socket
 import threading
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from quartet.config.rewards import HttpRewardConfig
 from quartet.contract.trajectory import Outcome
 from quartet.errors import AccessRefused, Cancelled, ConfigError, MismatchError, ServiceFailed
 from quartet.rewards.dialects import DIALECTS as READ
+from tests.ports import free_port
 from tests.rewards.scorers.conftest import Build
 from tests.rewards.scorers.faults import responses
 from tests.rewards.scorers.http_server import DIALECTS, ScorerServer
@@ -178,14 +178,8 @@ def test_a_slow_scorer_is_no_fault(build: Build) -> None:
         np.testing.assert_array_equal(build(section("openrlhf", server.url)).score(BATCH).total, EXPECTED)
 
 
-def closed_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 def test_a_scorer_that_is_not_there_is_no_fault_of_a_response(build: Build) -> None:
-    source = build(section("openrlhf", f"http://127.0.0.1:{closed_port()}"))
+    source = build(section("openrlhf", f"http://127.0.0.1:{free_port()}"))
     with pytest.raises(ServiceFailed, match=r"reward\.http: http://127.* does not respond \(.*\); start the scorer"):
         source.score(BATCH)
 
