@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,9 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.context import RunContext
 from quartet.services.orchestrator.service_clients import ServiceStatuses
 
+NOTE_AFTER_SECONDS = 5.0
+"""Seconds after which a note names a service that does not answer."""
+
 
 class ServiceHandshake:
     """Handshake with the buffer and the services, at the start of a run and after every failure."""
@@ -27,10 +31,12 @@ class ServiceHandshake:
     def __init__(self, run: RunContext) -> None:
         self._run, self._config, self._board = run, run.config, run.board
         self._stopped_before = run.control.stopping
+        self._waiting: tuple[Role, float] | None = None
+        """The service that is waited for, and since when, until a note says so."""
 
     def start(self) -> ServiceStatuses:
         """Wait until all services are ready, and return their statuses. Raises ConfigError if they do not fit together."""
-        statuses = self._run.clients.wait_until_ready(self._show_waiting, self._raise_if_stopping)
+        statuses = self._run.clients.wait_until_ready(self._show_waiting, self._while_waiting)
         try:
             self._wait_for_generators(self._raise_if_stopping)
         except ServiceUnavailable as error:
@@ -67,6 +73,18 @@ class ServiceHandshake:
 
     def _show_waiting(self, role: Role) -> None:
         self._board.update(phase=f"waiting for {role}")
+        self._waiting = role, time.monotonic()
+
+    def _while_waiting(self) -> None:
+        self._raise_if_stopping()
+        if self._waiting is not None and time.monotonic() - self._waiting[1] > NOTE_AFTER_SECONDS:
+            role, self._waiting = self._waiting[0], None
+            addresses = ", ".join(getattr(self._config.services, role).addresses)
+            limit = self._config.timeouts.load_seconds
+            self._board.note(
+                f"waiting up to {limit:g} s for services.{role}.address {addresses}, which does not answer yet; start it, or "
+                "correct the address"
+            )
 
     def _raise_if_stopping(self) -> None:
         # A stop requested from the previous orchestrator still ends with a saved policy, which needs the services.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,11 +71,6 @@ def make(toy_task_tree: Callable[[], dict[str, Any]]) -> MakeConfig:
         return parsed(merged(toy_task_tree(), changes))
 
     return build
-
-
-@pytest.fixture(scope="session")
-def prompts_of(toy_task: ToyTask) -> Path:
-    return toy_task.prompts
 
 
 @pytest.fixture
