@@ -15,7 +15,7 @@ import pytest
 
 from quartet.buffer.connection import Redis, connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
-from quartet.buffer.lease import RELEASE_SECONDS, Lease
+from quartet.buffer.lease import Lease
 from quartet.errors import FailedPrecondition, LeadershipConflict
 from tests.e2e.commands import ends
 
@@ -70,13 +70,13 @@ def test_a_former_leader_notices_and_does_not_retake_the_lease(
 ) -> None:
     first = Lease(redis_client, redis_url, run, duration=0.6)
     redis_client.delete(f"quartet:{run}:lease")
-    second = Lease(redis_client, redis_url, run, duration=5.0)
+    second = Lease(redis_client, redis_url, run, duration=2.0)
     leases.callback(second.release)
     with pytest.raises(FailedPrecondition, match="the lease is lost"):
         first.check()
     first.release()
     with pytest.raises(FailedPrecondition):
-        Lease(redis_client, redis_url, run, duration=5.0)
+        Lease(redis_client, redis_url, run, duration=2.0)
 
 
 def test_a_suspended_leader_renews_an_expired_lease_without_a_successor(
@@ -124,12 +124,15 @@ def test_a_lease_is_not_renewed_after_its_release(redis_client: Redis, redis_url
     assert redis_client.get(f"quartet:{run}:lease") is None
 
 
-def test_a_redis_that_does_not_respond_delays_the_release_by_a_limited_time(tmp_path: Path, run: str) -> None:
+def test_a_redis_that_does_not_respond_delays_the_release_by_a_limited_time(
+    tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quartet.buffer.lease.RELEASE_SECONDS", 0.2)
     with EmbeddedRedis(tmp_path / "redis", tmp_path / "redis.log") as server:
         lease = Lease(connect(server.url), server.url, run)
         os.kill(server.process.pid, signal.SIGSTOP)
         try:
-            assert ends(lease.release, RELEASE_SECONDS + 5)
+            assert ends(lease.release, 5)
         finally:
             os.kill(server.process.pid, signal.SIGCONT)
 

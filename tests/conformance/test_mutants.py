@@ -40,9 +40,9 @@ def test_there_are_at_least_forty_mutants() -> None:
 def test_a_mutant_fails_the_check_that_names_its_fault(
     mutant: Mutant, tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_checks, "STATUS_SECONDS", 1.0)
+    monkeypatch.setattr(batch_checks, "STATUS_SECONDS", 0.5)
     checks = [check for check in checks_of(mutant.role) if check.id == mutant.check]
-    with serving(mutant.role, tmp_path, redis_url, mutant.mutate, seconds=1.0) as target:
+    with serving(mutant.role, tmp_path, redis_url, mutant.mutate, seconds=0.5) as target:
         [result] = run_checks(target, checks)
     assert result.outcome is CheckOutcome.FAILED, result.detail
 

@@ -133,12 +133,15 @@ HTTP_FAULTS: dict[str, tuple[Callable[[Handler], None], str, str]] = {
     ),
 }
 
+TIMEOUTS = {"hang": 0.3, "drip": 0.6}
+"""Seconds until a request times out, by fault. Several bytes drip in them."""
+
 
 @pytest.mark.parametrize("path", ["/reset", "/step"])
 @pytest.mark.parametrize("fault", HTTP_FAULTS)
 def test_a_fault_over_http_is_an_outcome(fault: str, path: str, http: HTTPServer) -> None:
     answer, outcome, cause = HTTP_FAULTS[fault]
-    environment = start(http, timeout_seconds=1 if outcome == "timeout" else 5)
+    environment = start(http, timeout_seconds=TIMEOUTS.get(fault, 5))
     http.fault[path] = answer
     with pytest.raises(EnvironmentFailed, match=f"^{path}: .*{cause}") as failed:
         first_turn(environment)
@@ -181,7 +184,7 @@ SOCKET_FAULTS: dict[str, tuple[Callable[[Any], None], str, str]] = {
 @pytest.mark.parametrize("fault", SOCKET_FAULTS)
 def test_a_fault_over_web_socket_is_an_outcome(fault: str, kind: str, socket: WebSocketServer) -> None:
     answer, outcome, cause = SOCKET_FAULTS[fault]
-    environment = start(socket, timeout_seconds=1 if outcome == "timeout" else 5)
+    environment = start(socket, timeout_seconds=TIMEOUTS.get(fault, 5))
     socket.fault[kind] = answer
     with pytest.raises(EnvironmentFailed, match=f"^{kind}: .*{cause}") as failed:
         first_turn(environment)

@@ -22,6 +22,7 @@ from quartet.errors import ConfigError
 from quartet.launcher import background_run
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
+from tests.training.conftest import _measured_once  # noqa: F401
 from tests.unit.models import tiny
 
 TREE = {

@@ -17,6 +17,7 @@ from quartet.cli.inference.evaluate import evaluate
 from quartet.errors import ConfigError, DataError, MismatchError, ModelError
 from quartet.models.weights.loading import load_causal_lm, load_reward_model
 from quartet.run_directory.run_files import RunFiles
+from tests.training.conftest import _measured_once  # noqa: F401
 from tests.unit.models import tiny
 
 TEXTS = [f"w{30 + index} w{5 + index % 4}" for index in range(6)]

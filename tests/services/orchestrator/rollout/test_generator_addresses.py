@@ -82,7 +82,8 @@ def far_generators(*addresses: str) -> dict[str, Any]:
     }
 
 
-def test_a_generator_that_hangs_does_not_delay_the_others(servers: list[str]) -> None:
+def test_a_generator_that_hangs_does_not_delay_the_others(servers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_set, "SETTLE_SECONDS", 0.5)
     with ExitStack() as stack:
         # They accept connections, and never respond.
         hanging = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(20)]

@@ -54,7 +54,7 @@ def test_a_rank_does_not_join_a_round_whose_rank_0_has_ended(agent: TCPStore) ->
     agent.set("0123456789abcdef/complete", "1")
     address = StoreAddress("127.0.0.1", agent.port)
     with pytest.raises(ServiceUnavailable, match="rank 1 of 2: not all ranks have come to 127"):
-        rendezvous(address, 1, 2, lambda: report(1), 0.5)
+        rendezvous(address, 1, 2, lambda: report(1), 0.2)
 
 
 def test_a_rank_that_does_not_come_is_named(agent: TCPStore) -> None:
@@ -69,4 +69,4 @@ def test_a_store_that_does_not_listen_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     with pytest.raises(ServiceUnavailable, match=f"store of the ranks at 127.0.0.1:{port}: .*must listen there"):
-        rendezvous(StoreAddress("127.0.0.1", port), 1, 2, lambda: report(1), 1.0)
+        rendezvous(StoreAddress("127.0.0.1", port), 1, 2, lambda: report(1), 0.2)
