@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import socketserver
 import tempfile
 from collections.abc import Iterator
 
@@ -58,6 +59,14 @@ def _no_flush() -> Iterator[None]:
     """Do not wait for the disk: no machine loses its power during a test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _servers_stop_at_once() -> Iterator[None]:
+    """Let HTTP servers, such as those of metrics, notice in less than the usual half a second that they must stop."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socketserver.BaseServer.serve_forever, "__defaults__", (0.02,))
         yield
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -120,7 +122,10 @@ def sglang_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+_policy = functools.cache(policy)
+
+
 @pytest.fixture
 def subject() -> Policy:
-    """Return the policy of a test."""
-    return policy()
+    """Return the policy of a test, a copy of one that is created once."""
+    return copy.deepcopy(_policy())
