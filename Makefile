@@ -16,7 +16,7 @@ TRITON_PYTHON ?= /usr/bin/python3
 TORCH ?=
 PYTEST_ARGS ?=
 # More workers than the two cores of a small machine: many tests wait for processes.
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 4
 CHAOS_ARGS ?=
 MUTATION_ARGS ?=
 ARCHITECTURES_ARGS ?=

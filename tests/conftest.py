@@ -43,8 +43,9 @@ with contextlib.suppress(ModuleNotFoundError):  # The environments of other engi
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the objects so far from garbage collection, and start it."""
+    """Exclude the objects so far from garbage collection, and start it, for larger portions than by default."""
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
     gc.enable()
 
 

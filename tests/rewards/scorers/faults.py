@@ -12,7 +12,7 @@ MARK = "w9"
 """Word of the responses for which a faulty scorer fails. It is token 9 of ``tiny.tokenizer``."""
 HANG_SECONDS = 30.0
 """Time for which a hanging scorer does not respond. Its callers give up long before."""
-HANG_TIMEOUT = 1.0
+HANG_TIMEOUT = 0.5
 """Time limit of the sources whose scorer hangs, in seconds."""
 TIMEOUT = 20.0
 """Time limit of the other sources under test. No test waits for it."""
