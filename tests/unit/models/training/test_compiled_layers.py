@@ -82,8 +82,8 @@ def compare(result: Result, expected: Result) -> None:
         torch.testing.assert_close(value, other, rtol=0, atol=TOLERANCE)
 
 
-def model_of(kind: str, trained: str = "policy", lora: bool = False) -> Any:
-    policy = tiny.causal(kind, seed=1)
+def model_of(kind: str, trained: str = "policy", lora: bool = False, num_hidden_layers: int = 2) -> Any:
+    policy = tiny.causal(kind, seed=1, num_hidden_layers=num_hidden_layers)
     model = policy if trained == "policy" else ValueModel.of_causal_lm(policy)
     if lora:
         add_adapter(policy if trained == "policy" else policy.base_model, "base", 2, 4.0)
@@ -91,13 +91,13 @@ def model_of(kind: str, trained: str = "policy", lora: bool = False) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "trained", "lora", "recomputes", "max_tokens"),
-    [("gpt2", "policy", False, False, 20), ("llama", "value", True, True, 80)],
+    ("kind", "trained", "lora", "recomputes", "layers", "max_tokens"),
+    [("gpt2", "policy", False, False, 2, 20), ("llama", "value", True, True, 1, 80)],
 )
 def test_an_update_with_captured_layers_computes_the_same(
-    kind: str, trained: str, lora: bool, recomputes: bool, max_tokens: int, graphs: Graphs
+    kind: str, trained: str, lora: bool, recomputes: bool, layers: int, max_tokens: int, graphs: Graphs
 ) -> None:
-    model = model_of(kind, trained, lora)
+    model = model_of(kind, trained, lora, layers)
     compare(update(model, True, recomputes, max_tokens), update(model, False, max_tokens=max_tokens))
     assert graphs
 
