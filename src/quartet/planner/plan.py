@@ -24,8 +24,10 @@ from quartet.planner.placement import (
 from quartet.planner.roofline import Seconds, UpdateWork, decode_seconds, scoring_seconds, update_seconds
 from quartet.planner.workload import Workload, read_workload
 
-TRANSFER_BYTES_PER_SECOND = 1e9
-"""Rate at which generators take new weights over gRPC. `python -m benchmarks weights` measures 0.3 to 1.3 GB/s on two cores."""
+WEIGHT_RATES = {"shared memory": 2.5e9, "gRPC": 1e9}
+"""Bytes/s from a trained policy to loaded generators, by the way that the weights take: publication, transfer and load together.
+Measured on two cores by `python -m benchmarks weights`: 5 GB/s each to publish to shared memory and to load from there, and 0.3
+to 1.3 GB/s over gRPC."""
 GROUP_COST = 0.02
 """A further group of devices must shorten a step by this fraction. Plans with fewer groups are simpler to run."""
 PHASES = ("generation", "weights", "scoring", "update")
@@ -193,7 +195,8 @@ def _phases(cluster: Cluster, load: Workload, placed: Placed) -> list[Phase]:
             size = (
                 FLOAT32_BYTES * each.work.trained if each.work.is_lora else each.work.parameters * each.work.dtype_bytes
             )
-            phases.append(Phase("weights", each.name, Seconds(size / TRANSFER_BYTES_PER_SECOND, "gRPC"), devices))
+            way = "shared memory" if cluster.nodes == 1 else "gRPC"
+            phases.append(Phase("weights", each.name, Seconds(size / WEIGHT_RATES[way], way), devices))
         if each.role in (Role.CRITIC, Role.REWARD, Role.REFERENCE) or (
             each.role is Role.ACTOR and each.work.is_lora and not has_reference
         ):
