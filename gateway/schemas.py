@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quartet.config.live_settings import LIVE_NAME_PATTERN
 from quartet.contract.control import Alert, Setting, SettingChange
 from quartet.contract.generation import EngineProperties
+from quartet.contract.weights import TransferWay
 from quartet.services.orchestrator.telemetry.step_profiler import Span
 
 Item = TypeVar("Item")
@@ -331,9 +332,9 @@ class WeightTransferInfo(Model):
     source: str
     """Role and HOST:PORT of the process that sent them; empty if the generator held them already."""
     bytes: int
-    """Compressed bytes."""
-    delta: bool
-    """True if only differences to the version before were sent."""
+    """Compressed bytes that were received; 0 by shared memory."""
+    way: TransferWay
+    """How they came. delta: only differences to the version before were sent. held: the generator had them already."""
     transfer_seconds: float
     """Seconds to receive and verify the weights."""
     load_seconds: float
@@ -349,8 +350,6 @@ class WeightPublicationInfo(Model):
     changed_tensors: int
     """Tensors that differ from the version before."""
     total_bytes: int
-    delta_bytes: int
-    """Compressed bytes of the difference to the version before; 0 without one."""
     seconds: float
 
 

@@ -122,7 +122,11 @@ def _build_actor(
     hosts, detached = not config.has_generators, generates_in_actor(config)
     shares = hosts and not detached
     # A version is needed until its step is generated, and the one after it may be published before.
-    source = WeightSource(ahead + 2) if (ahead if hosts else not workers.rank) and not shares else None
+    source = (
+        WeightSource(ahead + 2, shares=rollout.share_weights)
+        if (ahead if hosts else not workers.rank) and not shares
+        else None
+    )
     share = kind.share
     if shares and share is None:
         raise ConfigError(

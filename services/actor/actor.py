@@ -271,14 +271,15 @@ class Actor(TrainableModel):
     def status(self) -> ServiceStatus:
         """Return the status of the actor."""
         last = self._last_copy
-        published = {} if last is None else {last.policy_version: last.weights_digest}
+        published, machine = {} if last is None else {last.policy_version: last.weights_digest}, ""
         if self._source is not None:
-            published, last = dict(self._source.published()), self._source.last
+            published, last, machine = dict(self._source.published()), self._source.last, self._source.machine
         return replace(
             super().status(),
             answers_as_reference=self._config.lora is not None,
             published_weights=published,
             last_publication=last,
+            machine=machine,
         )
 
 

@@ -44,8 +44,9 @@ def build_generator(
         lambda: engine, model, status, lambda run: RolloutStream(client, url, run, monitor.mark_lost), environment
     )
 
-    mirror = WeightMirror(capacity=config.rollout.max_off_policy_steps + 2)
-    updates = ComputeThread() if config.rollout.in_flight_updates else None
+    rollout = config.rollout
+    mirror = WeightMirror(capacity=rollout.max_off_policy_steps + 2, shares=rollout.share_weights)
+    updates = ComputeThread() if rollout.in_flight_updates else None
     return GeneratorServicer(generator, compute, threads, monitor.is_lost, mirror, WeightClients(credentials), updates)
 
 

@@ -130,6 +130,8 @@ class Generator:
         digests = self._engine.load_weights(pulled.weight_set, changed)
         if self._engine.properties.digest == "read back":
             self._check_held(pulled.weight_set, digests)
+        else:
+            pulled.verify()
         self._attestation.expect(digests)
         self._loaded = digest
         self._verified[digest] = policy_version
@@ -138,12 +140,12 @@ class Generator:
             digest,
             pulled.source,
             pulled.bytes_received,
-            pulled.kind == "delta",
+            pulled.way,
             pulled.seconds,
             time.perf_counter() - start,
         )
         if digest:
-            log.info("weights loaded", run=run, version=policy_version, bytes=pulled.bytes_received, kind=pulled.kind)
+            log.info("weights loaded", run=run, version=policy_version, bytes=pulled.bytes_received, way=pulled.way)
             failpoint("generator.loaded")
         return self._held
 
@@ -179,9 +181,9 @@ class Generator:
             digests = engine.copy_weights(counted())
             digest = combined_digest(digests)
             self._attestation.expect(digests)
-            self._held = WeightTransfer(policy_version, digest, "", 0, False, 0.0, 0.0)
+            self._held = WeightTransfer(policy_version, digest)
             self._loaded, self._verified = digest, {digest: policy_version}
-        return PublishedWeights(policy_version, digest, len(digests), size, 0, time.perf_counter() - start)
+        return PublishedWeights(policy_version, digest, len(digests), size, time.perf_counter() - start)
 
     def _check_held(self, weights: WeightSet, held: Mapping[str, bytes]) -> None:
         digest = combined_digest(held)

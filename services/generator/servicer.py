@@ -48,7 +48,7 @@ class GeneratorServicer(ModelServicer[Generator], generation_pb2_grpc.Generation
 
     def status(self) -> ServiceStatus:
         """Return the status of a model servicer, and whether the buffer is unreachable."""
-        status = replace(super().status(), buffer_unreachable=self._buffer_unreachable())
+        status = replace(super().status(), buffer_unreachable=self._buffer_unreachable(), machine=self._mirror.machine)
         if self._updates is self.compute:
             return status
         return replace(
@@ -83,21 +83,24 @@ class GeneratorServicer(ModelServicer[Generator], generation_pb2_grpc.Generation
         update = weight_update_from_proto(request)
 
         def work(_: Callable[[], bool]) -> WeightTransfer:
-            return self.core.load(
-                update.run,
-                update.leader_epoch,
-                update.policy_version,
-                update.weights_digest,
-                lambda: self._mirror.pull(
-                    self._peers(update.sources),
+            try:
+                return self.core.load(
                     update.run,
+                    update.leader_epoch,
                     update.policy_version,
                     update.weights_digest,
-                    remaining_time(context),
-                    # The first sources may receive the version at this moment, too.
-                    WAIT_SECONDS if len(update.sources) > 1 else 0.0,
-                ),
-            )
+                    lambda: self._mirror.pull(
+                        self._peers(update.sources),
+                        update.run,
+                        update.policy_version,
+                        update.weights_digest,
+                        remaining_time(context),
+                        # The first sources may receive the version at this moment, too.
+                        WAIT_SECONDS if len(update.sources) > 1 else 0.0,
+                    ),
+                )
+            finally:
+                self._mirror.release()
 
         transfer = self._updates.run("update_weights", context, work)
         return to_message(generation_pb2.UpdateWeightsResponse, transfer=transfer)

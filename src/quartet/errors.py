@@ -125,7 +125,7 @@ class FunctionFailed(ScorerFailed):
 
 
 class OutOfMemory(QuartetError):
-    """A computation does not fit into GPU memory. The same work fails again: smaller batches or sequences are needed."""
+    """A computation does not fit into the memory of a GPU or machine. The same work fails again: it must be made smaller."""
 
 
 class StorageFailed(QuartetError):

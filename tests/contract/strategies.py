@@ -44,7 +44,7 @@ from quartet.contract.update import (
     UpdateRequest,
     ValueLossSettings,
 )
-from quartet.contract.weights import WeightTransfer
+from quartet.contract.weights import TransferWay, WeightTransfer
 
 names = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
 uint32 = st.integers(0, 2**32 - 1)
@@ -163,7 +163,7 @@ weight_transfers = st.builds(
     weights_digest=digests,
     source=names,
     bytes=uint64,
-    delta=st.booleans(),
+    way=st.sampled_from(get_args(TransferWay)),
     transfer_seconds=doubles,
     load_seconds=doubles,
 )

@@ -81,7 +81,6 @@ publications = st.builds(
     weights_digest=strategies.digests,
     changed_tensors=strategies.uint32,
     total_bytes=strategies.uint64,
-    delta_bytes=strategies.uint64,
     seconds=strategies.doubles,
 )
 names, uint32, uint64 = strategies.names, strategies.uint32, strategies.uint64

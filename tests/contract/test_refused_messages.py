@@ -386,7 +386,7 @@ def test_a_value_clip_out_of_range_is_refused(value: float) -> None:
         ),
         (
             WeightTransfer,
-            generation_pb2.WeightTransfer(weights_digest=b"x"),
+            generation_pb2.WeightTransfer(weights_digest=b"x", way="full"),
             "weights_digest: expected 16 bytes, got 1",
         ),
         (

@@ -132,6 +132,8 @@ def generator_config_tree(folder: Path, redis_url: str) -> dict[str, Any]:
     """Return the config of a generator with the torch engine."""
     config = config_tree(folder, redis_url)
     config["rollout"]["generators"] = 1
+    # A generator that reads the memory of the actor has nothing to send.
+    config["rollout"]["share_weights"] = False
     config["services"]["generator"] = {"num_threads": 1}
     return config
 

@@ -75,7 +75,7 @@ class Network:
         return source
 
     def mirror(self) -> WeightMirror:
-        mirror = WeightMirror(num_threads=2)
+        mirror = WeightMirror(num_threads=2, shares=False)
         self._opened.append(mirror)
         return mirror
 
@@ -103,9 +103,30 @@ def test_everything_and_deltas_arrive_through_a_generator(network: Network) -> N
     for number, tensors in enumerate((before, after)):
         for mirror, client in ((generator, actor), (child, parent)):
             result = mirror.pull([client], RUN, number, digest(tensors), timeout=20)
-            assert result.kind == ("full", "delta")[number]
+            assert result.way == ("full", "delta")[number]
             assert result.source == client.address
             assert_equal(result.weight_set, tensors)
+
+
+def test_processes_of_one_machine_share_memory_as_long_as_they_read_it(network: Network) -> None:
+    versions = [weights()]
+    versions += [changed(versions[0], number) for number in range(1, 4)]
+    source = network.source()
+    client, _ = network.serve(source)
+    mirrors = [WeightMirror(num_threads=1) for _ in range(2)]
+    for number, tensors in enumerate(versions):
+        source.publish(number, tensors.items(), run=RUN)
+        for mirror in mirrors:
+            result = mirror.pull([client], RUN, number, digest(tensors), timeout=20)
+            assert (result.way, result.source) == ("shared memory", client.address)
+            assert_equal(result.weight_set, tensors)
+        assert all(memory.readers == 2 for memory in source._memories)
+        mirrors[0].release()
+        mirrors[1].close()
+        mirrors[1] = WeightMirror(num_threads=1)
+        wait_until(lambda: not any(memory.readers for memory in source._memories))
+    for mirror in mirrors:
+        mirror.close()
 
 
 def test_an_unknown_version_is_a_failed_precondition(network: Network) -> None:
@@ -147,7 +168,7 @@ def test_a_caller_that_leaves_frees_its_place_and_its_memory(network: Network) -
     with pytest.raises(ServiceBusy, match="1 streams are open"):
         next(client.get_weights(WeightsRequest(RUN, 0), timeout=20))
     stream.close()  # type: ignore[attr-defined]
-    wait_until(lambda: source._buffers[0].readers == 0)
+    wait_until(lambda: source._memories[0].readers == 0)
     mirror = network.mirror()
     assert_equal(mirror.pull([client], RUN, 0, digest(tensors), timeout=20).weight_set, tensors)
 

@@ -125,13 +125,13 @@ const shortDigest = (digest) => h("code", { title: digest }, digest.slice(0, 8))
 /** Return the newest version that the actor has published for generators; null if there is none. */
 function publication({ last_publication: last }) {
   if (!last) return null;
-  return [`version ${whole(last.policy_version)}, digest `, shortDigest(last.digest), `, ${bytes(last.total_bytes)}, difference ${bytes(last.delta_bytes)}, ${seconds(last.seconds)}`];
+  return [`version ${whole(last.policy_version)}, digest `, shortDigest(last.digest), `, ${bytes(last.total_bytes)}, ${seconds(last.seconds)}`];
 }
 
-/** Return the size of an update, and whether it was a difference to the version before. */
+/** Return how an update came, and how many bytes were received. */
 function updateSize(last) {
   if (!last) return "–";
-  return last.source ? `${bytes(last.bytes)} ${last.delta ? "difference" : "complete"}` : "present before";
+  return last.bytes ? `${last.way}, ${bytes(last.bytes)}` : last.way;
 }
 
 /** Return one row per generator, and what their engines guarantee. */

@@ -72,6 +72,7 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
         self._config, self._actor, self._observe = config, actor, observe
         self._repeatability = RepeatabilityNotes(config, note)
         self._vocabulary_size: int | None = None
+        self._actor_machine = ""
         # In the order of their start, until all their trajectories have arrived, or until they fail.
         self._works: list[Work] = []
         self._transfers: list[WeightTransfer] = []
@@ -88,7 +89,8 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
 
         Failures until now no longer count: they may be due to a service that has been restarted.
         """
-        self._vocabulary_size = self._actor.status().vocabulary_size
+        actor = self._actor.status()
+        self._vocabulary_size, self._actor_machine = actor.vocabulary_size, actor.machine
         with self.lock:
             for generator in self._all():
                 generator.failures = 0
@@ -373,9 +375,12 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
         if generator.address not in all_pulling:
             all_pulling.append(generator.address)
         holders = {other.address for other in self._all() if other.digest == digest}
-        pulling = [address for address in all_pulling if address in self._by_address and address not in holders]
-        # Those that have the version come first, with further children.
-        tree = distribution_tree(root, [*sorted(holders), *pulling], holders)
+        # Those that asked first come first: on a machine without the actor, the first one has the copy that the others map.
+        asked = [address for address in all_pulling if address in self._by_address]
+        generators = [*asked, *sorted(holders.difference(asked))]
+        machines = {other.address: other.status.machine for other in self._all() if other.status is not None}
+        machines[root] = self._actor_machine
+        tree = distribution_tree(root, generators, holders, machines=machines)
         return tuple((Role.ACTOR if each == root else Role.GENERATOR, each) for each in tree[generator.address])
 
     def _ended(self, generator: RemoteGenerator, call: Future[Any]) -> None:

@@ -27,6 +27,8 @@ MAX_EPOCHS = 1000
 """Maximum passes over one step's experience in a request. An update cannot be interrupted, so its length needs a limit."""
 MAX_RESPONSE_TOKENS = 1_048_576
 """Maximum response tokens in a request."""
+MAX_MACHINE = 200
+"""Maximum length of the name of a machine."""
 MAX_TARGET_MODULES = 4096
 """Maximum number of modules with an adapter."""
 
@@ -170,6 +172,8 @@ def _weights_request(request: WeightsRequest, at: str) -> None:
     check_digest(request.digest, f"{at}digest")
     check_digest(request.have_digest, f"{at}have_digest", required=request.have_version is not None)
     within(request, at, 0, MAX_WAIT_SECONDS, "wait_seconds")
+    if len(request.machine) > MAX_MACHINE:
+        raise InvalidRequest(f"{at}machine: expected at most {MAX_MACHINE} characters, got {len(request.machine)}")
 
 
 def _adapter(adapter: AdapterSettings, at: str) -> None:

@@ -12,6 +12,7 @@ from quartet.weight_transfer.messages import (
     MAX_LINKS,
     MAX_MESSAGE_DATA,
     MAX_NAME_BYTES,
+    MAX_REGIONS,
     MAX_TENSOR_BYTES,
     MAX_TENSORS,
     Chunk,
@@ -28,9 +29,17 @@ _TYPE_NAMES = {_TYPES[name]: name for name in ITEM_BYTES}
 def weights_to_proto(message: Message) -> weights_pb2.GetWeightsResponse:
     """Convert one message of a stream of weights."""
     if isinstance(message, Manifest):
+        places = message.places or ((0, 0),) * len(message.layouts)
         tensors = [
-            {"name": layout.name, "dtype": _TYPES[layout.dtype], "shape": layout.shape, "digest": digest}
-            for layout, digest in zip(message.layouts, message.digests, strict=True)
+            {
+                "name": layout.name,
+                "dtype": _TYPES[layout.dtype],
+                "shape": layout.shape,
+                "digest": digest,
+                "region": region,
+                "offset": offset,
+            }
+            for layout, digest, (region, offset) in zip(message.layouts, message.digests, places, strict=True)
         ]
         manifest = content(weights_pb2.WeightManifest, message, tensors=tensors)
         return to_message(weights_pb2.GetWeightsResponse, manifest=manifest)
@@ -53,7 +62,12 @@ def _manifest(message: weights_pb2.WeightManifest) -> Manifest:
     check_digest(message.digest, "digest", required=True)
     layouts = tuple(map(_layout, message.tensors))
     digests = tuple(tensor.digest for tensor in message.tensors)
-    manifest = from_message(Manifest, message, layouts=layouts, digests=digests)
+    if (count := len(message.regions)) > MAX_REGIONS:
+        raise InvalidRequest(f"regions: expected at most {MAX_REGIONS}, got {count}")
+    places = tuple((tensor.region, tensor.offset) for tensor in message.tensors) if count else ()
+    if any(region >= count for region, _ in places):
+        raise InvalidRequest(f"tensors.region: expected less than {count}")
+    manifest = from_message(Manifest, message, layouts=layouts, digests=digests, places=places)
     within(manifest, "", 1, MAX_LINKS, "num_links")
     return manifest
 

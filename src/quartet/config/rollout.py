@@ -265,6 +265,8 @@ class RolloutConfig(Section):
     in_flight_updates: bool = False
     """Give generators each new policy in the middle of their responses, instead of at the next step. Needs engine vllm and
     max_off_policy_steps. Timing decides which policy generates a token, so such a run does not repeat bit-identically."""
+    share_weights: bool = True
+    """Let generators on the actor's machine read each new policy from its memory. Elsewhere, and with false, it is sent."""
     score_batch_size: Count = 16
     """Number of responses per scoring batch. A batch has the responses of neighbouring prompts, and is scored when all of them
     are finished."""

@@ -74,6 +74,7 @@ class ServiceStatus:
     last_transfer: WeightTransfer | None = None
     last_publication: PublishedWeights | None = None
     open_sessions: int = 0
+    machine: str = ""
     model_files: dict[str, str] = field(default_factory=dict)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +62,23 @@ class SavedFile:
     sha256: str
 
 
+TransferWay = Literal["shared memory", "delta", "full", "held"]
+"""How weights reach a generator. delta: as the differences to the version before. held: it had them already."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightTransfer:
     """Transfer of one policy version into a generator.
 
     ``weights_digest`` has 16 bytes. ``source``: role and HOST:PORT; empty if nothing was transferred. ``bytes`` were received,
-    compressed. ``delta``: only differences to the previous version were sent. ``load_seconds`` include reading the weights back
-    from the engine.
+    compressed. ``load_seconds`` include reading the weights back from the engine.
     """
 
     policy_version: int
     weights_digest: bytes
     source: str = ""
     bytes: int = 0
-    delta: bool = False
+    way: TransferWay = "held"
     transfer_seconds: float = 0.0
     load_seconds: float = 0.0
 
@@ -83,13 +87,12 @@ class WeightTransfer:
 class PublishedWeights:
     """Publication of one policy version by a weight source.
 
-    ``weights_digest`` has 16 bytes. ``changed_tensors`` differ from the version before. ``delta_bytes``: encoded size of the
-    difference to it; 0 without one. ``seconds`` include the copy of the weights.
+    ``weights_digest`` has 16 bytes. ``changed_tensors`` differ from the version before. ``seconds`` include the copy
+    of the weights.
     """
 
     policy_version: int
     weights_digest: bytes
     changed_tensors: int
     total_bytes: int
-    delta_bytes: int
     seconds: float

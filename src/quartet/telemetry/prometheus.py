@@ -112,7 +112,7 @@ class ServiceMetrics(Collector):
         )
         yield _by_role(
             "quartet_weight_transfer_bytes",
-            "Compressed bytes of the last transfer of weights into a generator.",
+            "Compressed bytes of the last transfer of weights into a generator; 0 by shared memory.",
             statuses,
             lambda status: status.last_transfer.bytes if status.last_transfer else None,
         )
@@ -130,9 +130,9 @@ class ServiceMetrics(Collector):
         )
         yield _by_role(
             "quartet_weight_publication_bytes",
-            "Compressed bytes of the difference between the actor's last two policy versions.",
+            "Bytes of all weights of the policy version that the actor has published last.",
             statuses,
-            lambda status: status.last_publication.delta_bytes if status.last_publication else None,
+            lambda status: status.last_publication.total_bytes if status.last_publication else None,
         )
         yield _by_role(
             "quartet_weight_publication_seconds",

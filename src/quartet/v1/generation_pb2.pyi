@@ -365,7 +365,7 @@ class WeightTransfer(_message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
-    DELTA_FIELD_NUMBER: _builtins.int
+    WAY_FIELD_NUMBER: _builtins.int
     TRANSFER_SECONDS_FIELD_NUMBER: _builtins.int
     LOAD_SECONDS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
@@ -375,9 +375,11 @@ class WeightTransfer(_message.Message):
     source: _builtins.str
     """Role and HOST:PORT of the source: "actor at HOST:PORT". Empty if the generator held the weights already."""
     bytes: _builtins.int
-    """Bytes received, compressed."""
-    delta: _builtins.bool
-    """Whether only differences to the previous version were sent."""
+    """Bytes received, compressed. 0 by shared memory."""
+    way: _builtins.str
+    """How they came: "shared memory", "delta" (only differences to the version before were sent), "full", or "held" if the generator
+    had them already.
+    """
     transfer_seconds: _builtins.float
     """Seconds to receive and verify the weights."""
     load_seconds: _builtins.float
@@ -389,13 +391,13 @@ class WeightTransfer(_message.Message):
         weights_digest: _builtins.bytes = ...,
         source: _builtins.str = ...,
         bytes: _builtins.int = ...,
-        delta: _builtins.bool = ...,
+        way: _builtins.str = ...,
         transfer_seconds: _builtins.float = ...,
         load_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "delta", b"delta", "load_seconds", b"load_seconds", "policy_version", b"policy_version", "source", b"source", "transfer_seconds", b"transfer_seconds", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "load_seconds", b"load_seconds", "policy_version", b"policy_version", "source", b"source", "transfer_seconds", b"transfer_seconds", "way", b"way", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

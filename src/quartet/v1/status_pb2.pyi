@@ -160,6 +160,7 @@ class RoleStatus(_message.Message):
     LAST_PUBLICATION_FIELD_NUMBER: _builtins.int
     OPEN_SESSIONS_FIELD_NUMBER: _builtins.int
     MODEL_FILES_FIELD_NUMBER: _builtins.int
+    MACHINE_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """The role."""
     model: _builtins.str
@@ -206,6 +207,8 @@ class RoleStatus(_message.Message):
     """Bytes that were free at the start for gradients, optimizer state and activations. 0 if not measured."""
     open_sessions: _builtins.int
     """Sessions that an environment service has. 0 for other roles."""
+    machine: _builtins.str
+    """Name of the machine on which other processes can map the weights of this one, see GetWeightsRequest. Empty if none can."""
     @_builtins.property
     def busy_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Seconds of computation since the start, by kind of work ("generate", "log_probs", "update", ...)."""
@@ -269,10 +272,11 @@ class RoleStatus(_message.Message):
         last_publication: Global___WeightPublication | None = ...,
         open_sessions: _builtins.int = ...,
         model_files: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        machine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "last_publication", b"last_publication", "last_transfer", b"last_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "engine", b"engine", "free_bytes", b"free_bytes", "gradient_checkpointing", b"gradient_checkpointing", "last_publication", b"last_publication", "last_transfer", b"last_transfer", "leader_epoch", b"leader_epoch", "max_sequence_tokens", b"max_sequence_tokens", "micro_batch_tokens", b"micro_batch_tokens", "micro_batch_tokens_held", b"micro_batch_tokens_held", "model", b"model", "model_files", b"model_files", "open_sessions", b"open_sessions", "parameters", b"parameters", "policy_version", b"policy_version", "published_weights", b"published_weights", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "token_bytes", b"token_bytes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens", b"tokens", "vocabulary_size", b"vocabulary_size", "work_pending", b"work_pending"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "engine", b"engine", "free_bytes", b"free_bytes", "gradient_checkpointing", b"gradient_checkpointing", "last_publication", b"last_publication", "last_transfer", b"last_transfer", "leader_epoch", b"leader_epoch", "machine", b"machine", "max_sequence_tokens", b"max_sequence_tokens", "micro_batch_tokens", b"micro_batch_tokens", "micro_batch_tokens_held", b"micro_batch_tokens_held", "model", b"model", "model_files", b"model_files", "open_sessions", b"open_sessions", "parameters", b"parameters", "policy_version", b"policy_version", "published_weights", b"published_weights", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "token_bytes", b"token_bytes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens", b"tokens", "vocabulary_size", b"vocabulary_size", "work_pending", b"work_pending"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -372,7 +376,6 @@ class WeightPublication(_message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     CHANGED_TENSORS_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
-    DELTA_BYTES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Updates that the policy has taken."""
@@ -382,10 +385,8 @@ class WeightPublication(_message.Message):
     """Tensors that differ from the version before."""
     total_bytes: _builtins.int
     """Bytes of all tensors."""
-    delta_bytes: _builtins.int
-    """Bytes of the encoded difference to the version before. 0 without one."""
     seconds: _builtins.float
-    """Seconds to copy the weights and to compute digests and difference."""
+    """Seconds to copy the weights and to compute their digests."""
     def __init__(
         self,
         *,
@@ -393,12 +394,11 @@ class WeightPublication(_message.Message):
         weights_digest: _builtins.bytes = ...,
         changed_tensors: _builtins.int = ...,
         total_bytes: _builtins.int = ...,
-        delta_bytes: _builtins.int = ...,
         seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed_tensors", b"changed_tensors", "delta_bytes", b"delta_bytes", "policy_version", b"policy_version", "seconds", b"seconds", "total_bytes", b"total_bytes", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed_tensors", b"changed_tensors", "policy_version", b"policy_version", "seconds", b"seconds", "total_bytes", b"total_bytes", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

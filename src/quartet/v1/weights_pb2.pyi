@@ -93,6 +93,7 @@ class GetWeightsRequest(_message.Message):
     HAVE_VERSION_FIELD_NUMBER: _builtins.int
     HAVE_DIGEST_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    MACHINE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     version: _builtins.int
@@ -105,6 +106,10 @@ class GetWeightsRequest(_message.Message):
     """Digest of the weights that the caller holds, 16 bytes. Empty without have_version."""
     wait_seconds: _builtins.float
     """Seconds to wait for a version that the service does not have yet. 0 fails at once with FAILED_PRECONDITION."""
+    machine: _builtins.str
+    """Name of the machine on which the caller can map memory of other processes: "BOOT_ID pid:[INODE] UID". If it is that of the
+    service, the service may answer with regions of shared memory. Empty for a caller that wants chunks.
+    """
     def __init__(
         self,
         *,
@@ -114,16 +119,47 @@ class GetWeightsRequest(_message.Message):
         have_version: _builtins.int | None = ...,
         have_digest: _builtins.bytes = ...,
         wait_seconds: _builtins.float = ...,
+        machine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_have_version", b"_have_version", "have_version", b"have_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_have_version", b"_have_version", "digest", b"digest", "have_digest", b"have_digest", "have_version", b"have_version", "run", b"run", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_have_version", b"_have_version", "digest", b"digest", "have_digest", b"have_digest", "have_version", b"have_version", "machine", b"machine", "run", b"run", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__have_version: _TypeAlias = _typing.Literal["have_version"]  # noqa: Y015
     _WhichOneofArgType__have_version: _TypeAlias = _typing.Literal["_have_version", b"_have_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__have_version) -> _WhichOneofReturnType__have_version | None: ...
 
 Global___GetWeightsRequest: _TypeAlias = GetWeightsRequest  # noqa: Y015
+
+@_typing.final
+class SharedRegion(_message.Message):
+    """Memory of the service that the caller can map: a sealed memfd. It belongs to the caller, for reading, until the stream ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PID_FIELD_NUMBER: _builtins.int
+    FD_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    pid: _builtins.int
+    """Process whose descriptor it is."""
+    fd: _builtins.int
+    """The descriptor."""
+    num_bytes: _builtins.int
+    """Size in bytes."""
+    def __init__(
+        self,
+        *,
+        pid: _builtins.int = ...,
+        fd: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fd", b"fd", "num_bytes", b"num_bytes", "pid", b"pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedRegion: _TypeAlias = SharedRegion  # noqa: Y015
 
 @_typing.final
 class WeightTensor(_message.Message):
@@ -135,12 +171,18 @@ class WeightTensor(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name in the model's Hugging Face checkpoint. At most 512 bytes."""
     dtype: Global___WeightType.ValueType
     """Element type."""
     digest: _builtins.bytes
     """xxh3-128 of dtype, shape and bytes, big-endian: 16 bytes. The hashed text before the bytes is, for example, "BF16[896, 128]"."""
+    region: _builtins.int
+    """Index of the region that contains the tensor. 0 without regions."""
+    offset: _builtins.int
+    """Place of the tensor in its region, in bytes. 0 without regions."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Size of each dimension, in elements. A scalar has no dimensions; at most 8."""
@@ -152,10 +194,12 @@ class WeightTensor(_message.Message):
         dtype: Global___WeightType.ValueType = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
         digest: _builtins.bytes = ...,
+        region: _builtins.int = ...,
+        offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "dtype", b"dtype", "name", b"name", "offset", b"offset", "region", b"region", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -207,6 +251,7 @@ class WeightManifest(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     NUM_LINKS_FIELD_NUMBER: _builtins.int
     DATA_BYTES_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run. Empty if the service has not learned it yet."""
     version: _builtins.int
@@ -218,7 +263,7 @@ class WeightManifest(_message.Message):
     num_links: _builtins.int
     """Maximum number of chunks for the same range, at most 64: one for each version between both. 1 in a full set."""
     data_bytes: _builtins.int
-    """Bytes of `data` of all chunks that follow."""
+    """Bytes of `data` of all chunks that follow. 0 with regions."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightTensor]:
         """Every tensor, sorted by the code points of its name. Chunks name a tensor by its index here."""
@@ -226,6 +271,10 @@ class WeightManifest(_message.Message):
     @_builtins.property
     def adapter(self) -> Global___WeightAdapter:
         """Set if the tensors include a LoRA adapter."""
+
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SharedRegion]:
+        """The weights are in these regions, and no chunks follow. At most 64. The stream stays open until the caller ends it."""
 
     def __init__(
         self,
@@ -238,10 +287,11 @@ class WeightManifest(_message.Message):
         base_version: _builtins.int | None = ...,
         num_links: _builtins.int = ...,
         data_bytes: _builtins.int = ...,
+        regions: _abc.Iterable[Global___SharedRegion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_version", b"base_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_version", b"base_version", "data_bytes", b"data_bytes", "digest", b"digest", "num_links", b"num_links", "run", b"run", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_version", b"base_version", "data_bytes", b"data_bytes", "digest", b"digest", "num_links", b"num_links", "regions", b"regions", "run", b"run", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__base_version: _TypeAlias = _typing.Literal["base_version"]  # noqa: Y015
     _WhichOneofArgType__base_version: _TypeAlias = _typing.Literal["_base_version", b"_base_version"]  # noqa: Y015

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from quartet.errors import InvalidRequest
 from quartet.weight_transfer.messages import CHUNK_BYTES, Encoding
+from quartet.weight_transfer.tensors import Bytes
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -23,8 +24,6 @@ SPARSE_FRACTION = 8
 _GAP: np.dtype[Any] = np.dtype("<u4")
 _ELEMENTS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _MAX_WINDOW_LOG = CHUNK_BYTES.bit_length() - 1
-
-Bytes = NDArray[np.uint8]
 
 
 def encode(old: Bytes, new: Bytes, item_bytes: int) -> tuple[Encoding, bytes] | None:

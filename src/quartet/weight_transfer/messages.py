@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from quartet.weight_transfer.shared_memory import SharedRegion
 from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, HostTensor, TensorType
 
 CHUNK_BYTES = 2**19
@@ -29,6 +30,8 @@ MAX_TENSOR_BYTES = 2**42
 """Maximum size of a tensor."""
 MAX_LINKS = 64
 """Maximum versions between the two versions of a delta."""
+MAX_REGIONS = 64
+"""Maximum number of regions of shared memory."""
 MAX_WAIT_SECONDS = 3600.0
 """Maximum time that a source waits for a version."""
 
@@ -71,7 +74,10 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class WeightsRequest:
-    """Arguments of one GetWeights call. ``digest`` and ``have_digest`` have 16 bytes, or none."""
+    """Arguments of one GetWeights call. ``digest`` and ``have_digest`` have 16 bytes, or none.
+
+    ``machine``: where the caller can map memory, see ``shared_memory.machine``; empty for a caller that wants chunks.
+    """
 
     run: str
     version: int
@@ -79,6 +85,7 @@ class WeightsRequest:
     have_version: int | None = None
     have_digest: bytes = b""
     wait_seconds: float = 0.0
+    machine: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,8 @@ class Manifest:
     """Description of the weights that follow.
 
     ``layouts`` and ``digests`` have one entry for each tensor, in the order of the sorted names. ``base_version`` is the version
-    that the chunks are a delta against; None if they are everything.
+    that the chunks are a delta against; None if they are everything. With ``regions``, no chunks follow: the caller maps them,
+    and ends the stream when it has read them. ``places``: region and offset of each tensor.
     """
 
     run: str
@@ -98,6 +106,8 @@ class Manifest:
     base_version: int | None
     num_links: int
     data_bytes: int
+    regions: tuple[SharedRegion, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_bytes(self) -> int:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Literal
 
 import numpy as np
+import structlog
 
 from quartet.config.section import pause_after
+from quartet.contract.weights import TransferWay
 from quartet.errors import InvalidRequest, NoResponse, QuartetError, ServiceBusy, ServiceFailed
 from quartet.weight_transfer.messages import (
     CHUNK_BYTES,
@@ -23,8 +24,11 @@ from quartet.weight_transfer.messages import (
     WeightPeer,
     WeightsRequest,
 )
-from quartet.weight_transfer.store import Link, Position, WeightStore, apply_differences, check_names, version_of
+from quartet.weight_transfer.shared_memory import MappedRegion, SharedRegion, map_region
+from quartet.weight_transfer.store import Link, LinkedStore, Position, apply_differences, check_names, version_of
 from quartet.weight_transfer.tensors import HostTensor, WeightSet, combined_digest, tensor_digest
+
+log = structlog.get_logger()
 
 FIRST_PAUSE, MAX_PAUSE = 0.05, 1.0
 """Seconds before busy sources are asked again. The pause doubles each time."""
@@ -34,9 +38,10 @@ FIRST_PAUSE, MAX_PAUSE = 0.05, 1.0
 class PulledWeights:
     """Result of a pull.
 
-    ``changed`` names the tensors that differ from those of ``base_digest``, which the mirror held before; all of them if it is
-    empty, after ``kind`` "full". ``bytes_received``: data of the chunks. ``source``: role and address of the process that sent
-    them; empty for "held", when the mirror had the version.
+    ``changed`` names the tensors that differ from those of ``base_digest``, the version before; all of them if it is empty.
+    ``bytes_received``: data of the chunks. ``source``: role and address of the process that sent them; empty for "held", when
+    the mirror had the version. After ``way`` "shared memory", the weights are in the memory of the source, and their bytes are
+    not verified: see ``verify``. They are valid until ``WeightMirror.release``.
     """
 
     weight_set: WeightSet
@@ -45,11 +50,23 @@ class PulledWeights:
     bytes_received: int
     seconds: float
     source: str
-    kind: Literal["delta", "full", "held"]
+    way: TransferWay
+    digests: Mapping[str, bytes] = field(default_factory=dict)
+
+    def verify(self) -> None:
+        """Compute the digest of every shared tensor. Raises ServiceFailed if one is not that of the source."""
+        for name, digest in self.digests.items():
+            if tensor_digest(self.weight_set.tensors[name]) != digest:
+                raise ServiceFailed(
+                    f"{self.source}: shared memory: version {self.weight_set.version}: {name} has another digest than in the "
+                    "manifest"
+                )
 
 
-class WeightMirror(WeightStore):
+class WeightMirror(LinkedStore):
     """Host copy of the weights of a generator. It serves them to other generators.
+
+    A source on the same machine shares its memory: then there is no copy, and the mirror holds nothing.
 
     A delta is applied after all of it has arrived. If the result does not have the expected digests, it is undone: the mirror
     then holds the version before. A full set overwrites the memory as it arrives: if it fails, the mirror is empty, and the next
@@ -62,10 +79,15 @@ class WeightMirror(WeightStore):
         capacity: int = 2,
         num_threads: int | None = None,
         max_bytes: int | None = None,
+        shares: bool = True,
     ) -> None:
         """``max_bytes``: maximum size of the weights. Defaults to this machine's memory. See ``WeightStore`` for the rest."""
-        super().__init__(name, capacity, num_threads)
+        super().__init__(name, capacity, num_threads, shares)
         self._max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self._lease: Iterator[Message] | None = None
+        self._mapped: dict[SharedRegion, MappedRegion] = {}
+        # The version before, and the digests of its tensors.
+        self._seen: tuple[bytes, Mapping[str, bytes]] = b"", {}
 
     def pull(
         self,
@@ -86,14 +108,15 @@ class WeightMirror(WeightStore):
         start = time.perf_counter()
         deadline = time.monotonic() + timeout
         with self._writer:
+            self.release()
             if self._versions and self._run == run and self._find(version, digest) == len(self._versions) - 1:
                 return self._pulled(digest, frozenset(), 0, start, "", "held")
             errors: list[QuartetError] = []
-            delta, remaining = True, list(sources)
+            shares, delta, remaining = True, True, list(sources)
             for rounds in count(1):
                 busy = []
                 for source in remaining:
-                    for _ in range(2):
+                    for _ in range(3):
                         have = self._versions[-1] if self._versions and delta and self._run == run else None
                         request = WeightsRequest(
                             run,
@@ -102,6 +125,7 @@ class WeightMirror(WeightStore):
                             None if have is None else have.number,
                             b"" if have is None else have.digest,
                             wait_seconds,
+                            self._machine if shares else "",
                         )
                         try:
                             return self._pull(source, request, deadline, start)
@@ -109,6 +133,9 @@ class WeightMirror(WeightStore):
                             errors.append(error)
                             busy.append(source)
                             break
+                        except _NotShared as error:
+                            log.warning("weights are not shared", source=source.address, reason=str(error))
+                            shares = False
                         except WrongWeights as error:
                             errors.append(ServiceFailed(str(error)))
                             if have is None:
@@ -128,6 +155,18 @@ class WeightMirror(WeightStore):
             texts = dict.fromkeys(str(error) for error in errors)
             raise type(errors[-1])("; ".join(texts)) from errors[-1]
 
+    def release(self) -> None:
+        """Let the source write to the memory that it shares. The weights of the last pull are not used any more."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            _close(lease)
+
+    def close(self) -> None:
+        """End the threads and all streams. Forget all weights."""
+        self.release()
+        super().close()
+        self._mapped = {}
+
     def _fail(self) -> None:
         """Tell the waiting streams that the version will not arrive."""
         with self._state:
@@ -141,11 +180,12 @@ class WeightMirror(WeightStore):
         received: int,
         start: float,
         source: str,
-        kind: Literal["delta", "full", "held"],
+        way: TransferWay,
     ) -> PulledWeights:
         weights = self.weight_set()
         assert weights is not None
-        return PulledWeights(weights, base_digest, changed, received, time.perf_counter() - start, source, kind)
+        self._seen = weights.digest, self.tensor_digests()
+        return PulledWeights(weights, base_digest, changed, received, time.perf_counter() - start, source, way)
 
     def _pull(self, source: WeightPeer, request: WeightsRequest, deadline: float, start: float) -> PulledWeights:
         remaining = deadline - time.monotonic()
@@ -154,21 +194,24 @@ class WeightMirror(WeightStore):
         stream = source.get_weights(request, remaining)
         try:
             manifest = self._manifest_of(stream, request)
+            if manifest.regions:
+                pulled = self._map(manifest, source, start)
+                self._lease = stream
+                return pulled
             base_digest = b"" if manifest.base_version is None else self._versions[-1].digest
             if manifest.base_version is None:
                 received = self._receive_everything(manifest, stream, request.run)
                 changed = frozenset(layout.name for layout in manifest.layouts)
-                kind: Literal["delta", "full"] = "full"
+                way: TransferWay = "full"
             else:
                 changed, received = self._receive_delta(manifest, stream)
-                kind = "delta"
+                way = "delta"
         except (WrongWeights, InvalidRequest) as error:
             raise WrongWeights(f"{source.address}: GetWeights: {error}") from None
         finally:
-            close = getattr(stream, "close", None)
-            if close is not None:
-                close()
-        return self._pulled(base_digest, changed, received, start, source.address, kind)
+            if self._lease is not stream:
+                _close(stream)
+        return self._pulled(base_digest, changed, received, start, source.address, way)
 
     def _manifest_of(self, stream: Iterator[Message], request: WeightsRequest) -> Manifest:
         """Return the first message of a stream after all checks that need no data."""
@@ -202,6 +245,34 @@ class WeightMirror(WeightStore):
                 )
         return manifest
 
+    def _map(self, manifest: Manifest, source: WeightPeer, start: float) -> PulledWeights:
+        """Map the memory that a source shares. Raises _NotShared."""
+        try:
+            mapped = {region: map_region(region, self._mapped.get(region)) for region in manifest.regions}
+        except QuartetError as error:
+            raise _NotShared(str(error)) from None
+        # The regions of the version before come back, unless the process is another one.
+        pids = {region.pid for region in mapped}
+        self._mapped = {region: each for region, each in self._mapped.items() if region.pid in pids} | mapped
+        memory = [each.data for each in mapped.values()]
+        tensors = {}
+        for layout, (region, offset) in zip(manifest.layouts, manifest.places, strict=True):
+            data = memory[region][offset : offset + layout.num_bytes]
+            if len(data) != layout.num_bytes:
+                raise _NotShared(f"{layout.name}: its {layout.num_bytes} bytes go beyond the end of region {region}")
+            tensors[layout.name] = HostTensor(layout.dtype, layout.shape, data)
+        digests = dict(zip(tensors, manifest.digests, strict=True))
+        base, before = self._seen
+        changed = frozenset(name for name, digest in digests.items() if before.get(name) != digest)
+        self._seen = manifest.digest, digests
+        with self._state:
+            self._versions, self._links = [], []
+            self._failures += 1
+            self._state.notify_all()
+        seconds = time.perf_counter() - start
+        weights = WeightSet(manifest.version, manifest.digest, tensors, manifest.adapter)
+        return PulledWeights(weights, base, changed, 0, seconds, source.address, "shared memory", digests)
+
     def _receive_everything(self, manifest: Manifest, stream: Iterator[Message], run: str) -> int:
         """Write all chunks into the buffers. Return the bytes received."""
         with self._writes():
@@ -223,7 +294,7 @@ class WeightMirror(WeightStore):
                 if len(chunk.data) != size:
                     raise WrongWeights(f"{layout.name}: expected {size} bytes in chunk {index}, got {len(chunk.data)}")
                 begin = index * CHUNK_BYTES
-                self._buffers[tensor].data[begin : begin + size] = np.frombuffer(chunk.data, np.uint8)
+                self._memories[tensor].data[begin : begin + size] = np.frombuffer(chunk.data, np.uint8)
                 received += size
                 if index == layout.num_chunks - 1:
                     # Hashed on other threads while the next tensors arrive.
@@ -290,7 +361,7 @@ class WeightMirror(WeightStore):
 
     def _digest(self, tensor: int) -> bytes:
         layout = self._layouts[tensor]
-        return tensor_digest(HostTensor(layout.dtype, layout.shape, self._buffers[tensor].data))
+        return tensor_digest(HostTensor(layout.dtype, layout.shape, self._memories[tensor].data))
 
     @staticmethod
     def _check(manifest: Manifest, tensors: Sequence[int], digests: Sequence[bytes]) -> None:
@@ -308,6 +379,16 @@ class WeightMirror(WeightStore):
 
 class WrongWeights(Exception):
     """A source sent other weights than expected."""
+
+
+class _NotShared(Exception):
+    """The memory of a source cannot be mapped."""
+
+
+def _close(stream: Iterator[Message]) -> None:
+    close = getattr(stream, "close", None)
+    if close is not None:
+        close()
 
 
 def _chunks(stream: Iterator[Message]) -> Iterator[Chunk]:

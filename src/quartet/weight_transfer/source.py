@@ -2,41 +2,81 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from quartet.contract.weights import PublishedWeights
 from quartet.errors import InvalidRequest
 from quartet.weight_transfer.delta import encode
-from quartet.weight_transfer.messages import CHUNK_BYTES, Chunk, TensorLayout
-from quartet.weight_transfer.store import Buffer, Link, WeightStore, version_of
-from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, HostTensor, tensor_digest
+from quartet.weight_transfer.messages import (
+    CHUNK_BYTES,
+    Chunk,
+    Encoding,
+    Manifest,
+    Message,
+    TensorLayout,
+    WeightsRequest,
+    grouped,
+)
+from quartet.weight_transfer.shared_memory import Memory
+from quartet.weight_transfer.store import Messages, Version, WeightStore, version_of
+from quartet.weight_transfer.tensors import (
+    ITEM_BYTES,
+    AdapterSettings,
+    HostTensor,
+    WeightSet,
+    copy_and_digest,
+    tensor_digest,
+)
 
 WINDOW_BYTES = 256 * 2**20
-"""Bytes of tensors that are hashed, compared and copied together, so that several threads have work."""
+"""Bytes of tensors that are hashed and copied together, so that several threads have work."""
 
 
 @dataclass(slots=True, eq=False)
 class _Tensor:
-    """A tensor of a publication. ``difference``: the encoded chunks that differ from the publication before, in any order."""
+    """A tensor of a publication.
+
+    ``memory``: where its bytes are, or will be copied to; None as long as it may be unchanged. ``before``: the same tensor in the
+    publication before, if its layout was the same.
+    """
 
     layout: TensorLayout
-    buffer: Buffer
-    digest: bytes
-    changed: bool = False
-    difference: list[Chunk] = field(default_factory=list)
+    memory: Memory | None
+    digest: bytes = b""
+    before: _Tensor | None = None
+
+    @property
+    def is_changed(self) -> bool:
+        return self.before is None or self.before.digest != self.digest
 
 
 class WeightSource(WeightStore):
-    """Weights of the versions that a trainer has published."""
+    """Weights of the versions that a trainer has published.
 
-    def __init__(self, capacity: int = 4, num_threads: int | None = None) -> None:
-        super().__init__("this weight source", capacity, num_threads)
+    Every version of the window is in memory, where processes can read it. A tensor that is the same in several versions is
+    there once. A new version is written to the memory of the oldest one.
+    """
+
+    def __init__(self, capacity: int = 2, num_threads: int | None = None, shares: bool = True) -> None:
+        """``capacity``: versions in the window, one less during a publication. At least 2. See ``WeightStore`` for the rest."""
+        if capacity < 2:
+            raise InvalidRequest(f"capacity {capacity}: expected at least 2")
+        super().__init__("this weight source", capacity, num_threads, shares)
         self.last: PublishedWeights | None = None
         """The last publication; None before the first."""
+        # The memory of the tensors of each version; that of the newest one is also _memories.
+        self._places: list[list[Memory]] = []
+        # Memory of tensors that no version uses, by name.
+        self._spares: dict[str, Memory] = {}
+        # Encoded differences between two versions, by their digests.
+        self._deltas: dict[frozenset[bytes], list[Chunk]] = {}
+        self._encoding = threading.Lock()
 
     def publish(
         self,
@@ -50,79 +90,190 @@ class WeightSource(WeightStore):
         The source takes up to WINDOW_BYTES of ``tensors`` at a time, so they may be made one after the other. ``run``: name of
         the run, empty before the first update. If names, types or shapes differ from the version before, all earlier versions
         are forgotten. Publishing the newest version again with the same weights changes nothing. The caller must not change the
-        weights during the call. Raises InvalidRequest for a tensor whose bytes do not fit its shape. After an error, the source
-        has no versions.
+        weights during the call. Raises InvalidRequest for a tensor whose bytes do not fit its shape, OutOfMemory if there is no
+        memory for a copy. After an error, the source has no versions.
         """
         start = time.perf_counter()
-        with self._writer, self._writes():
-            previous = self._versions[-1] if self._versions and self._run in ("", run) else None
-            before = {
-                layout.name: _Tensor(layout, buffer, previous.digests[index] if previous else b"")
-                for index, (layout, buffer) in enumerate(zip(self._layouts, self._buffers, strict=True))
-            }
+        with self._writer:
+            with self._state:
+                if self._run not in ("", run):
+                    self._retire(0)
+                self._retire(self._capacity - 1)
+                previous = self._versions[-1] if self._versions else None
+                digests = previous.digests if previous else ()
+                before = {
+                    layout.name: _Tensor(layout, memory, digest)
+                    for layout, memory, digest in zip(self._layouts, self._memories, digests, strict=False)
+                }
             try:
                 after = self._take(tensors, before)
             except BaseException:
-                # Some buffers may have the new bytes already.
                 with self._state:
-                    self._versions, self._links = [], []
+                    self._retire(0)
+                    self._spares = {}
                 raise
             names = sorted(after)
             layouts = tuple(after[name].layout for name in names)
-            digests = [after[name].digest for name in names]
-            published = version_of(version, layouts, digests, adapter)
-            linked = previous is not None and layouts == self._layouts
-            if linked and published == previous:
-                self._run = run
-                return published.digest
-            link = Link(
-                {
-                    (index, chunk.index): (replace(chunk, tensor=index),)
-                    for index, name in enumerate(names)
-                    for chunk in sorted(after[name].difference, key=lambda chunk: chunk.index)
-                }
-            )
+            memories = [memory for name in names if (memory := after[name].memory) is not None]
+            published = version_of(version, layouts, [after[name].digest for name in names], adapter)
             with self._state:
-                self._layouts, self._buffers = layouts, [after[name].buffer for name in names]
                 self._run = run
-                self._append(published, link if linked else None)
-            self.last = PublishedWeights(
-                version,
-                published.digest,
-                sum(each.changed for each in after.values()) if linked else len(names),
-                sum(layout.num_bytes for layout in layouts),
-                link.num_bytes if linked else 0,
-                time.perf_counter() - start,
-            )
+                if layouts != self._layouts:
+                    self._retire(0)
+                elif published == previous:
+                    return published.digest
+                used = set(memories)
+                self._spares = {name: each for name, each in self._spares.items() if name in after and each not in used}
+                self.last = PublishedWeights(
+                    version,
+                    published.digest,
+                    sum(each.is_changed for each in after.values()) if self._versions else len(names),
+                    sum(layout.num_bytes for layout in layouts),
+                    time.perf_counter() - start,
+                )
+                self._layouts, self._memories = layouts, memories
+                self._versions.append(published)
+                self._places.append(memories)
+                self._state.notify_all()
             return published.digest
 
+    def reset(self) -> None:
+        """Forget all versions, but keep the memory. Streams that have started finish."""
+        with self._writer, self._state:
+            self._retire(0)
+
+    def close(self) -> None:
+        """End the threads and the streams that wait for a version. Forget all weights."""
+        with self._state:
+            self._places, self._spares, self._deltas = [], {}, {}
+        super().close()
+
+    @contextmanager
+    def hold(self, version: int, digest: bytes) -> Iterator[tuple[WeightSet, Mapping[str, bytes]]]:
+        """Yield the weights of a version of the window without a copy, and the digest of each. Valid inside the context.
+
+        Raises FailedPrecondition for a version that is not there.
+        """
+        with ExitStack() as pins:
+            with self._state:
+                request = WeightsRequest(self._run, version, digest)
+                index = self._wanted(request)
+                if index is None:
+                    raise self._unknown(request)
+                held, layouts, memories = self._versions[index], self._layouts, self._places[index]
+                pins.enter_context(self._pinned(memories))
+            tensors = {
+                layout.name: HostTensor(layout.dtype, layout.shape, memory.data)
+                for layout, memory in zip(layouts, memories, strict=True)
+            }
+            yield (
+                WeightSet(held.number, held.digest, tensors, held.adapter),
+                dict(zip(tensors, held.digests, strict=True)),
+            )
+
+    def _retire(self, count: int) -> None:
+        """Forget the oldest versions until ``count`` are left. The state's lock must be held."""
+        surplus = max(0, len(self._versions) - count)
+        retired = self._places[:surplus]
+        del self._versions[:surplus], self._places[:surplus]
+        used = {memory for places in self._places for memory in places}
+        for places in retired:
+            free = zip(self._layouts, places, strict=True)
+            self._spares |= {layout.name: memory for layout, memory in free if memory not in used}
+        if not self._versions:
+            self._memories = []
+        digests = {version.digest for version in self._versions}
+        self._deltas = {pair: chunks for pair, chunks in self._deltas.items() if pair <= digests}
+
+    def _messages(self, request: WeightsRequest, wanted: int, cancelled: Callable[[], bool]) -> Messages:
+        memories, manifest = self._places[wanted], self._everything_manifest(self._versions[wanted])
+        if self._shares(request, memories):
+            return self._share(manifest, memories, cancelled), memories
+        if (
+            request.have_version is not None
+            and (have := self._find(request.have_version, request.have_digest)) is not None
+        ):
+            before = self._versions[have], self._places[have]
+            return self._send(manifest, memories, before), [*memories, *before[1]]
+        return self._send(manifest, memories, None), memories
+
+    def _send(
+        self, manifest: Manifest, memories: Sequence[Memory], before: tuple[Version, Sequence[Memory]] | None
+    ) -> Iterator[Message]:
+        """Yield a delta against the version ``before`` if that is smaller than everything."""
+        if before is not None:
+            chunks = self._difference(manifest, memories, *before)
+            if (encoded := sum(len(chunk.data) for chunk in chunks)) < manifest.num_bytes:
+                yield replace(manifest, base_version=before[0].number, data_bytes=encoded)
+                yield from grouped(chunks)
+                return
+        yield manifest
+        yield from grouped(
+            Chunk(tensor, index, Encoding.RAW, memory.data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES].data)
+            for tensor, (layout, memory) in enumerate(zip(manifest.layouts, memories, strict=True))
+            for index in range(layout.num_chunks)
+        )
+
+    def _difference(
+        self,
+        manifest: Manifest,
+        memories: Sequence[Memory],
+        before: Version,
+        memories_before: Sequence[Memory],
+    ) -> list[Chunk]:
+        """Return the encoded difference of two versions. It is encoded once."""
+        pair, layouts = frozenset({manifest.digest, before.digest}), manifest.layouts
+        with self._encoding:
+            chunks = self._deltas.get(pair)
+            if chunks is None:
+                parts = [
+                    (tensor, layouts[tensor], index, memories_before[tensor], memories[tensor])
+                    for tensor, (old, new) in enumerate(zip(before.digests, manifest.digests, strict=True))
+                    if old != new
+                    for index in range(layouts[tensor].num_chunks)
+                ]
+                chunks = [chunk for chunk in self._in_parallel(_encode_chunk, parts) if chunk is not None]
+                with self._state:
+                    self._deltas[pair] = chunks
+        return chunks
+
     def _take(self, tensors: Iterable[tuple[str, HostTensor]], before: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
-        """Copy the tensors. Return each with its difference to the tensor ``before``."""
+        """Copy the tensors that differ from those ``before``, and return all."""
         after: dict[str, _Tensor] = {}
         for window in _windows(tensors):
-            layouts = [_checked_layout(name, tensor) for name, tensor in window]
-            digests = self._in_parallel(lambda item: tensor_digest(item[1]), window)
-            parts = []
-            for (name, tensor), layout, digest in zip(window, layouts, digests, strict=True):
-                old = before.get(name)
+            taken = []
+            for name, tensor in window:
+                layout, old = _checked_layout(name, tensor), before.get(name)
                 if old is not None and old.layout != layout:
                     old = None
-                if old is None or old.digest != digest:
-                    buffer = Buffer(np.empty(layout.num_bytes, np.uint8)) if old is None else self._unread(old.buffer)
-                    after[name] = _Tensor(layout, buffer, digest, changed=True)
-                    parts += [(old, after[name], tensor, index) for index in range(layout.num_chunks)]
-                else:
-                    after[name] = _Tensor(layout, old.buffer, digest)
-            self._in_parallel(_copy_chunk, parts)
+                after[name] = _Tensor(layout, None if old is None else self._spare(layout), before=old)
+                taken.append((after[name], tensor))
+            # A tensor that has never changed needs no second place. It is read twice when it changes first.
+            unknown = [each for each in taken if each[0].memory is None and each[0].before is not None]
+            for (target, _), digest in zip(unknown, self._in_parallel(_digest, unknown), strict=True):
+                target.digest = digest
+            new = [target for target, _ in taken if target.memory is None and target.is_changed]
+            for target, memory in zip(
+                new, self._allocator.allocate([target.layout.num_bytes for target in new]), strict=True
+            ):
+                target.memory = memory
+            copied = [each for each in taken if each[0].memory is not None]
+            copied.sort(key=lambda each: -each[0].layout.num_bytes)
+            for (target, _), digest in zip(copied, self._in_parallel(_copy, copied), strict=True):
+                target.digest = digest
+            for target, _ in taken:
+                if not target.is_changed and target.before is not None:
+                    target.memory = target.before.memory
             # The tensors can be freed before the next ones are made.
             window.clear()
-            del parts
+            del taken, unknown, copied
         return after
 
-    def _unread(self, buffer: Buffer) -> Buffer:
-        """Return the memory for the new bytes of a tensor: another one if a stream reads it."""
+    def _spare(self, layout: TensorLayout) -> Memory | None:
+        """Return memory of a tensor that no version uses and nobody reads; None if there is none."""
         with self._state:
-            return Buffer(np.empty_like(buffer.data)) if buffer.readers else buffer
+            spare = self._spares.get(layout.name)
+            return spare if spare is not None and not spare.readers and len(spare.data) == layout.num_bytes else None
 
 
 def _checked_layout(name: str, tensor: HostTensor) -> TensorLayout:
@@ -150,15 +301,21 @@ def _windows(tensors: Iterable[tuple[str, HostTensor]]) -> Iterator[list[tuple[s
         yield window
 
 
-def _copy_chunk(part: tuple[_Tensor | None, _Tensor, HostTensor, int]) -> None:
-    """Encode the difference of one chunk to the tensor before, if there is one, and copy the new bytes."""
-    old, new, tensor, index = part
+def _digest(part: tuple[_Tensor, HostTensor]) -> bytes:
+    return tensor_digest(part[1])
+
+
+def _copy(part: tuple[_Tensor, HostTensor]) -> bytes:
+    """Copy a tensor to its place, and return its digest."""
+    target, tensor = part
+    assert target.memory is not None
+    return copy_and_digest(tensor, target.memory.data)
+
+
+def _encode_chunk(part: tuple[int, TensorLayout, int, Memory, Memory]) -> Chunk | None:
+    """Return the encoded difference of one chunk; None if there is none."""
+    tensor, layout, index, before, after = part
     begin = index * CHUNK_BYTES
-    span = slice(begin, begin + new.layout.chunk_bytes(index))
-    source, target = tensor.data[span], new.buffer.data[span]
-    encoded = (
-        encode(old.buffer.data[span], source, ITEM_BYTES[new.layout.dtype]) if old is not None and old.digest else None
-    )
-    if encoded is not None:
-        new.difference.append(Chunk(0, index, *encoded))
-    target[:] = source
+    span = slice(begin, begin + layout.chunk_bytes(index))
+    encoded = encode(before.data[span], after.data[span], ITEM_BYTES[layout.dtype])
+    return None if encoded is None else Chunk(tensor, index, *encoded)

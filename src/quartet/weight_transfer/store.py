@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import TypeVar
-
-import numpy as np
 
 from quartet.errors import Cancelled, FailedPrecondition, InvalidRequest, ServiceUnavailable
 from quartet.system.machine import available_cores
-from quartet.weight_transfer.delta import Bytes, Difference
+from quartet.weight_transfer.delta import Difference
 from quartet.weight_transfer.messages import (
     CHUNK_BYTES,
     MAX_LINKS,
@@ -27,10 +26,13 @@ from quartet.weight_transfer.messages import (
     WeightsRequest,
     grouped,
 )
-from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, HostTensor, WeightSet, combined_digest
+from quartet.weight_transfer.shared_memory import Allocator, Memory, SharedRegion, machine
+from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, Bytes, HostTensor, WeightSet, combined_digest
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Messages = tuple[Iterator[Message], Sequence[Memory]]
+"""Messages of a stream, and the memory that they are read from."""
 Position = tuple[int, int]
 """Tensor and range of a chunk."""
 
@@ -45,57 +47,40 @@ class Version:
     adapter: AdapterSettings | None
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Encoded difference between two neighbouring versions."""
-
-    chunks: Mapping[Position, Sequence[Chunk]]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the encoded chunks."""
-        return sum(len(chunk.data) for group in self.chunks.values() for chunk in group)
-
-    @property
-    def depth(self) -> int:
-        """Maximum number of chunks for the same range."""
-        return max(map(len, self.chunks.values()), default=0)
-
-
-@dataclass(slots=True, eq=False)
-class Buffer:
-    """Memory of one tensor. While streams read it, it is replaced instead of written."""
-
-    data: Bytes
-    readers: int = field(default=0)
-
-
 class WeightStore:
-    """Weights of the newest version, and the differences to the versions before it. Thread-safe.
+    """Weights of a window of versions. Thread-safe.
 
-    Every version of the window can be served as everything or as a delta against any other one. A stream that has started sends
-    its version to the end, even if newer versions arrive.
+    Every version of the window can be served as everything or as a delta against any other one, the newest also as shared
+    memory. A stream that has started sends its version to the end, even if newer versions arrive.
     """
 
-    def __init__(self, name: str, capacity: int, num_threads: int | None) -> None:
-        """``name`` is for messages, ``capacity`` the number of versions in the window. ``num_threads`` defaults to the cores."""
+    def __init__(self, name: str, capacity: int, num_threads: int | None, shares: bool = True) -> None:
+        """``name`` is for messages, ``capacity`` the number of versions in the window. ``num_threads`` defaults to the cores.
+
+        ``shares``: let processes on this machine read the memory.
+        """
         if not 1 <= capacity <= MAX_LINKS + 1:
             raise InvalidRequest(f"capacity {capacity}: expected 1 to {MAX_LINKS + 1}")
         self._name = name
         self._capacity = capacity
+        self._machine = machine() if shares else ""
         self._state = threading.Condition()
         # One writer at a time. It holds the state's lock only while it starts and ends.
         self._writer = threading.Lock()
         self._pool = ThreadPoolExecutor(num_threads or available_cores(), thread_name_prefix="weights")
         self._run = ""
+        self._allocator = Allocator()
         self._layouts: tuple[TensorLayout, ...] = ()
-        self._buffers: list[Buffer] = []
-        # Oldest first; _links[i] is the difference between _versions[i] and _versions[i + 1].
+        self._memories: list[Memory] = []
+        # Oldest first.
         self._versions: list[Version] = []
-        self._links: list[Link] = []
-        self._writing = False
         self._failures = 0
         self._closed = False
+
+    @property
+    def machine(self) -> str:
+        """Machine whose processes can read the memory, see ``shared_memory.machine``; empty if none can."""
+        return self._machine
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -116,8 +101,7 @@ class WeightStore:
     def digest_of(self, version: int) -> bytes | None:
         """Return the digest of a version, 16 bytes; None for a version that cannot be served."""
         with self._state:
-            index = self._find(version)
-            return None if index is None else self._versions[index].digest
+            return next((each.digest for each in reversed(self._versions) if each.number == version), None)
 
     def tensor_digests(self) -> dict[str, bytes]:
         """Return the digest of each tensor of the newest version by name, 16 bytes each; empty without weights."""
@@ -128,44 +112,19 @@ class WeightStore:
     def weight_set(self) -> WeightSet | None:
         """Return the newest weights without a copy; None without weights. They are valid until the next version arrives."""
         with self._state:
-            if not self._versions or self._writing:
+            if not self._versions:
                 return None
             newest = self._versions[-1]
             tensors = {
-                layout.name: HostTensor(layout.dtype, layout.shape, buffer.data)
-                for layout, buffer in zip(self._layouts, self._buffers, strict=True)
+                layout.name: HostTensor(layout.dtype, layout.shape, memory.data)
+                for layout, memory in zip(self._layouts, self._memories, strict=True)
             }
             return WeightSet(newest.number, newest.digest, tensors, newest.adapter)
-
-    @contextmanager
-    def hold(self, version: int, digest: bytes) -> Iterator[tuple[WeightSet, Mapping[str, bytes]]]:
-        """Yield the weights of a version of the window without a copy, and the digest of each. Valid inside the context.
-
-        Of an older version, each access to a tensor computes it. Raises FailedPrecondition for a version that is not there.
-        """
-        with self._state:
-            while self._writing:
-                self._state.wait()
-            request = WeightsRequest(self._run, version, digest)
-            index = self._wanted(request)
-            if index is None:
-                raise self._unknown(request)
-            held, buffers = self._versions[index], list(self._buffers)
-            tensors = _VersionTensors(self._layouts, buffers, self._links[index:])
-            for buffer in buffers:
-                buffer.readers += 1
-        try:
-            digests = {layout.name: each for layout, each in zip(tensors.layouts, held.digests, strict=True)}
-            yield WeightSet(held.number, held.digest, tensors, held.adapter), digests
-        finally:
-            with self._state:
-                for buffer in buffers:
-                    buffer.readers -= 1
 
     def reset(self) -> None:
         """Forget all versions, but keep the memory. Streams that have started finish."""
         with self._writer, self._state:
-            self._versions, self._links = [], []
+            self._versions = []
 
     def wake(self) -> None:
         """Let waiting streams check whether their caller is gone."""
@@ -176,7 +135,8 @@ class WeightStore:
         """End the threads and the streams that wait for a version. Forget all weights."""
         with self._state:
             self._closed = True
-            self._versions, self._links, self._buffers, self._layouts = [], [], [], ()
+            self._versions, self._memories, self._layouts = [], [], ()
+            self._allocator = Allocator()
             self._state.notify_all()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -190,39 +150,55 @@ class WeightStore:
         gone.
         """
         deadline = time.monotonic() + request.wait_seconds
-        with self._state:
-            failures = self._failures
-            while (wanted := self._wanted(request)) is None:
-                self._wait(request, deadline, cancelled, failures)
-            delta = self._delta(request, wanted)
-            while delta is None and self._writing:
-                # A delta needs no buffers, so it does not wait.
-                self._wait_for_writer(cancelled)
-                wanted = self._wanted(request)
-                if wanted is None:
-                    raise self._unknown(request)
-            if delta is not None:
-                manifest, chunks = delta
-            else:
-                manifest = self._manifest(
-                    self._versions[wanted], None, 1, sum(each.num_bytes for each in self._layouts)
-                )
-                buffers = list(self._buffers)
-                links = self._links[wanted:]
-                for buffer in buffers:
-                    buffer.readers += 1
-                chunks = self._everything(manifest.layouts, buffers, links)
-        try:
-            yield manifest
-            for group in grouped(chunks):
+        with ExitStack() as pins:
+            with self._state:
+                failures = self._failures
+                while (wanted := self._wanted(request)) is None:
+                    self._wait(request, deadline, cancelled, failures)
+                messages, memories = self._messages(request, wanted, cancelled)
+                pins.enter_context(self._pinned(memories))
+            for message in messages:
                 if cancelled():
                     raise Cancelled(f"{self._name}: the caller of GetWeights is gone")
-                yield group
+                yield message
+
+    def _messages(self, request: WeightsRequest, wanted: int, cancelled: Callable[[], bool]) -> Messages:
+        """Return the messages of a stream; ``wanted`` is the index of the version. The state's lock is held."""
+        raise NotImplementedError
+
+    def _shares(self, request: WeightsRequest, memories: Sequence[Memory]) -> bool:
+        """Return whether the caller can map the memory."""
+        return (
+            bool(request.machine)
+            and request.machine == self._machine
+            and all(memory.region is not None for memory in memories)
+        )
+
+    def _share(
+        self, manifest: Manifest, memories: Sequence[Memory], cancelled: Callable[[], bool]
+    ) -> Iterator[Message]:
+        """Yield the manifest of shared memory, and wait until the caller has ended the stream or is gone."""
+        regions = list(dict.fromkeys(memory.region for memory in memories if memory.region is not None))
+        indices = {region: index for index, region in enumerate(regions)}
+        places = tuple((indices[memory.region], memory.offset) for memory in memories if memory.region is not None)
+        shared = tuple(SharedRegion(os.getpid(), region.fd, len(region.data)) for region in regions)
+        yield replace(manifest, data_bytes=0, regions=shared, places=places)
+        with self._state:
+            while not cancelled() and not self._closed:
+                self._state.wait()
+
+    @contextmanager
+    def _pinned(self, memories: Sequence[Memory]) -> Iterator[None]:
+        """Let nobody write to the memory inside the context."""
+        with self._state:
+            for memory in memories:
+                memory.readers += 1
+        try:
+            yield
         finally:
-            if delta is None:
-                with self._state:
-                    for buffer in buffers:
-                        buffer.readers -= 1
+            with self._state:
+                for memory in memories:
+                    memory.readers -= 1
 
     def _wait(self, request: WeightsRequest, deadline: float, cancelled: Callable[[], bool], failures: int) -> None:
         remaining = deadline - time.monotonic()
@@ -234,7 +210,7 @@ class WeightStore:
             raise self._unknown(request)
         self._state.wait(remaining)
 
-    def _wait_for_writer(self, cancelled: Callable[[], bool]) -> None:
+    def _wait_for_change(self, cancelled: Callable[[], bool]) -> None:
         if cancelled():
             raise Cancelled(f"{self._name}: the caller of GetWeights is gone")
         self._state.wait()
@@ -258,18 +234,86 @@ class WeightStore:
                 return index
         return None
 
-    def _manifest(self, version: Version, base: int | None, num_links: int, data_bytes: int) -> Manifest:
+    def _everything_manifest(self, version: Version) -> Manifest:
+        """Return the manifest of a version that is sent as everything."""
+        size = sum(layout.num_bytes for layout in self._layouts)
         return Manifest(
-            self._run,
-            version.number,
-            version.digest,
-            self._layouts,
-            version.digests,
-            version.adapter,
-            base,
-            num_links,
-            data_bytes,
+            self._run, version.number, version.digest, self._layouts, version.digests, version.adapter, None, 1, size
         )
+
+    def _in_parallel(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """Return the results of ``work`` in the order of the items. After an error, wait for all items that have started."""
+        futures = [self._pool.submit(work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+            for future in futures:
+                if not future.cancelled():
+                    future.exception()
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Encoded difference between two neighbouring versions."""
+
+    chunks: Mapping[Position, Sequence[Chunk]]
+
+    @property
+    def depth(self) -> int:
+        """Maximum number of chunks for the same range."""
+        return max(map(len, self.chunks.values()), default=0)
+
+
+class LinkedStore(WeightStore):
+    """The newest version in memory, and the differences to the versions before it."""
+
+    def __init__(self, name: str, capacity: int, num_threads: int | None, shares: bool = True) -> None:
+        super().__init__(name, capacity, num_threads, shares)
+        # _links[i] is the difference between _versions[i] and _versions[i + 1].
+        self._links: list[Link] = []
+        # Memory of tensors that the newest version does not use, by name.
+        self._spares: dict[str, Memory] = {}
+        self._writing = False
+
+    def reset(self) -> None:
+        """Forget all versions, but keep the memory. Streams that have started finish."""
+        super().reset()
+        self._links = []
+
+    def close(self) -> None:
+        """End the threads and the streams that wait for a version. Forget all weights."""
+        super().close()
+        self._links, self._spares = [], {}
+
+    def weight_set(self) -> WeightSet | None:
+        """Return the newest weights, see ``WeightStore.weight_set``; None while others arrive."""
+        return None if self._writing else super().weight_set()
+
+    def _messages(self, request: WeightsRequest, wanted: int, cancelled: Callable[[], bool]) -> Messages:
+        while True:
+            newest = wanted == len(self._versions) - 1
+            shares = newest and self._shares(request, self._memories)
+            delta = None if shares else self._delta(request, wanted)
+            if delta is not None:
+                manifest, chunks = delta
+                return chain([manifest], grouped(chunks)), ()
+            if not self._writing:
+                break
+            # A delta needs no memory of tensors, so it does not wait for a writer.
+            if cancelled():
+                raise Cancelled(f"{self._name}: the caller of GetWeights is gone")
+            self._state.wait()
+            found = self._wanted(request)
+            if found is None:
+                raise self._unknown(request)
+            wanted = found
+        memories, manifest = list(self._memories), self._everything_manifest(self._versions[wanted])
+        if shares:
+            return self._share(manifest, memories, cancelled), memories
+        chunks = self._everything(self._layouts, memories, self._links[wanted:])
+        return chain([manifest], grouped(chunks)), memories
 
     def _delta(self, request: WeightsRequest, wanted: int) -> tuple[Manifest, Iterable[Chunk]] | None:
         """Return the delta against the caller's version; None if that is not in the window, or everything is smaller."""
@@ -294,33 +338,22 @@ class WeightStore:
         size = sum(len(chunk.data) for chunk in chunks)
         if size >= sum(layout.num_bytes for layout in self._layouts) > 0:
             return None
-        return self._manifest(after, before.number, max(1, depth), size), chunks
+        manifest = self._everything_manifest(after)
+        return replace(manifest, base_version=before.number, num_links=max(1, depth), data_bytes=size), chunks
 
     def _everything(
-        self, layouts: Sequence[TensorLayout], buffers: Sequence[Buffer], links: Sequence[Link]
+        self, layouts: Sequence[TensorLayout], memories: Sequence[Memory], links: Sequence[Link]
     ) -> Iterator[Chunk]:
-        """Yield all chunks of a version; ``links`` lead from it to the version in the buffers."""
-        for tensor, (layout, buffer) in enumerate(zip(layouts, buffers, strict=True)):
+        """Yield all chunks of a version; ``links`` lead from it to the version in the memories."""
+        for tensor, (layout, memory) in enumerate(zip(layouts, memories, strict=True)):
             for index in range(layout.num_chunks):
                 start = index * CHUNK_BYTES
-                data = buffer.data[start : start + layout.chunk_bytes(index)]
+                data = memory.data[start : start + layout.chunk_bytes(index)]
                 differences = [chunk for link in links for chunk in link.chunks.get((tensor, index), ())]
                 if differences:
                     data = data.copy()
                     apply_differences(data, differences, layout)
                 yield Chunk(tensor, index, Encoding.RAW, data.data)
-
-    def _in_parallel(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """Return the results of ``work`` in the order of the items. After an error, wait for all items that have started."""
-        futures = [self._pool.submit(work, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
-            for future in futures:
-                if not future.cancelled():
-                    future.exception()
 
     @contextmanager
     def _writes(self) -> Iterator[None]:
@@ -334,30 +367,48 @@ class WeightStore:
                 self._writing = False
                 self._state.notify_all()
 
-    def _writable(self, tensor: int, keep: bool) -> Buffer:
-        """Return the buffer of a tensor for writing: another one if a stream reads it, with the same content if ``keep``."""
+    def _writable(self, tensor: int, keep: bool) -> Memory:
+        """Return the memory of a tensor for writing: another one if it is read, with the same content if ``keep``."""
         with self._state:
-            buffer = self._buffers[tensor]
-            if buffer.readers:
-                buffer = Buffer(buffer.data.copy() if keep else np.empty_like(buffer.data))
-                self._buffers[tensor] = buffer
-            return buffer
+            memory, layout = self._memories[tensor], self._layouts[tensor]
+            if not memory.readers:
+                return memory
+            other = self._spare(layout)
+            if other is None:
+                (other,) = self._allocator.allocate([layout.num_bytes])
+            self._memories[tensor], self._spares[layout.name] = other, memory
+        if keep:
+            other.data[:] = memory.data
+        return other
+
+    def _spare(self, layout: TensorLayout) -> Memory | None:
+        """Return the memory of a tensor that the newest version does not use; None if there is none, or it is read."""
+        spare = self._spares.get(layout.name)
+        return spare if spare is not None and not spare.readers and len(spare.data) == layout.num_bytes else None
 
     def _allocate(self, layouts: tuple[TensorLayout, ...]) -> None:
-        """Forget all versions, and take buffers for other layouts; those of the same size under the same name are kept."""
+        """Forget all versions, and take memory for other layouts; that of the same size under the same name is kept."""
         with self._state:
             self._versions, self._links = [], []
-            kept = {old.name: buffer for old, buffer in zip(self._layouts, self._buffers, strict=True)}
-            self._buffers, self._layouts = [], ()
-            buffers = []
+            kept = {old.name: memory for old, memory in zip(self._layouts, self._memories, strict=True)}
+            self._memories, self._layouts = [], ()
+            found: list[Memory | None] = []
             for layout in layouts:
-                buffer = kept.pop(layout.name, None)
-                if buffer is None or buffer.readers or len(buffer.data) != layout.num_bytes:
-                    # The former memory is freed first.
-                    buffer = None
-                    buffer = Buffer(np.empty(layout.num_bytes, np.uint8))
-                buffers.append(buffer)
-            self._layouts, self._buffers = layouts, buffers
+                memory = kept.pop(layout.name, None)
+                if memory is not None and (memory.readers or len(memory.data) != layout.num_bytes):
+                    memory = self._spare(layout)
+                found.append(memory)
+            # What does not fit is freed first.
+            memory = None
+            kept.clear()
+            self._spares = {}
+            new = iter(
+                self._allocator.allocate(
+                    [layout.num_bytes for layout, each in zip(layouts, found, strict=True) if each is None]
+                )
+            )
+            self._memories = [next(new) if each is None else each for each in found]
+            self._layouts = layouts
 
     def _append(self, version: Version, link: Link | None) -> None:
         """Add the newest version. Without a link, it is the only one."""
@@ -367,36 +418,11 @@ class WeightStore:
             else:
                 self._versions.append(version)
                 self._links.append(link)
-                surplus = max(0, len(self._versions) - self._capacity)
-                del self._versions[:surplus], self._links[:surplus]
+                self._drop_surplus()
 
-
-class _VersionTensors(Mapping[str, HostTensor]):
-    """The tensors of a version by name, from the buffers of the newest version and the ``links`` to it."""
-
-    def __init__(self, layouts: Sequence[TensorLayout], buffers: Sequence[Buffer], links: Sequence[Link]) -> None:
-        self.layouts, self._buffers, self._links = layouts, buffers, links
-        self._indices = {layout.name: index for index, layout in enumerate(layouts)}
-
-    def __getitem__(self, name: str) -> HostTensor:
-        tensor = self._indices[name]
-        layout, data = self.layouts[tensor], self._buffers[tensor].data
-        links = [
-            link for link in self._links if any((tensor, index) in link.chunks for index in range(layout.num_chunks))
-        ]
-        if links:
-            data = data.copy()
-            for index in range(layout.num_chunks):
-                begin = index * CHUNK_BYTES
-                differences = [chunk for link in links for chunk in link.chunks.get((tensor, index), ())]
-                apply_differences(data[begin : begin + layout.chunk_bytes(index)], differences, layout)
-        return HostTensor(layout.dtype, layout.shape, data)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._indices)
-
-    def __len__(self) -> int:
-        return len(self._indices)
+    def _drop_surplus(self) -> None:
+        surplus = max(0, len(self._versions) - self._capacity)
+        del self._versions[:surplus], self._links[:surplus]
 
 
 def apply_differences(data: Bytes, chunks: Sequence[Chunk], layout: TensorLayout) -> None:

@@ -19,6 +19,6 @@ def source() -> Iterator[WeightSource]:
 
 @pytest.fixture
 def mirror() -> Iterator[WeightMirror]:
-    mirror = WeightMirror(num_threads=2)
+    mirror = WeightMirror(num_threads=2, shares=False)
     yield mirror
     mirror.close()

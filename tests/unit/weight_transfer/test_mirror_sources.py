@@ -33,21 +33,21 @@ from tests.waiting import LIMIT
 
 def test_a_mirror_serves_its_version_and_the_delta_to_it(source: WeightSource, mirror: WeightMirror) -> None:
     versions = history(3)
-    children = [WeightMirror(num_threads=1), WeightMirror(num_threads=1)]
+    children = [WeightMirror(num_threads=1, shares=False), WeightMirror(num_threads=1, shares=False)]
     for number, tensors in enumerate(versions):
         source.publish(number, tensors.items(), run=RUN)
         pull(mirror, source, number, tensors)
         results = [pull(child, mirror, number, tensors) for child in children[: 2 if number == 2 else 1]]
-        assert [result.kind for result in results] == ([["full"], ["delta"], ["delta", "full"]][number])
+        assert [result.way for result in results] == ([["full"], ["delta"], ["delta", "full"]][number])
         assert_equal(results[-1].weight_set, tensors)
     with pytest.raises(FailedPrecondition, match="this generator has no version 0"):
-        pull(WeightMirror(num_threads=1), mirror, 0, versions[0])
-    assert_equal(pull(WeightMirror(num_threads=1), mirror, 1, versions[1]).weight_set, versions[1])
+        pull(WeightMirror(num_threads=1, shares=False), mirror, 0, versions[0])
+    assert_equal(pull(WeightMirror(num_threads=1, shares=False), mirror, 1, versions[1]).weight_set, versions[1])
 
 
 def test_a_source_may_wait_for_a_version(source: WeightSource, mirror: WeightMirror) -> None:
     before, after = published(source)
-    child = WeightMirror(num_threads=1)
+    child = WeightMirror(num_threads=1, shares=False)
     results: list[PulledWeights] = []
     waiting = threading.Thread(
         target=lambda: results.append(

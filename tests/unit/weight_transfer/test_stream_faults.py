@@ -49,7 +49,7 @@ def test_a_stream_killed_at_any_chunk_leaves_a_usable_mirror(source: WeightSourc
     for held in (None, before):
         count = 0
         while True:
-            mirror = WeightMirror(num_threads=1)
+            mirror = WeightMirror(num_threads=1, shares=False)
             if held is not None:
                 pull(mirror, source, 0, held)
             cut = cut_after(count, GONE)
@@ -66,7 +66,7 @@ def test_a_stream_killed_at_any_chunk_leaves_a_usable_mirror(source: WeightSourc
             else:
                 assert_equal(mirror.weight_set(), before)
             result = pull(mirror, source, 1, after)
-            assert result.kind == ("delta" if held else "full")
+            assert result.way == ("delta" if held else "full")
             assert_equal(mirror.weight_set(), after)
             mirror.close()
             count += 1
@@ -78,7 +78,7 @@ def test_a_lost_source_is_replaced_by_the_next(source: WeightSource, mirror: Wei
     pull(mirror, source, 0, before)
     peers = [LocalPeer(source, "generator at one", cut_after(1, GONE)), LocalPeer(source, "actor at two")]
     result = mirror.pull(peers, RUN, 1, digest(after), timeout=5)
-    assert (result.source, result.kind) == ("actor at two", "delta")
+    assert (result.source, result.way) == ("actor at two", "delta")
     assert_equal(result.weight_set, after)
 
 
@@ -112,7 +112,7 @@ def test_damaged_weights_are_refused_by_name_and_everything_is_taken_from_the_ne
     assert [request.have_version for request in bad.requests] == [0, None]
     assert mirror.weight_set() is None
     result = mirror.pull([bad, good], RUN, 1, digest(after), timeout=5)
-    assert (result.source, result.kind) == ("actor at good", "full")
+    assert (result.source, result.way) == ("actor at good", "full")
     assert_equal(result.weight_set, after)
 
 
@@ -142,7 +142,7 @@ def test_a_mirror_with_a_damaged_copy_takes_everything(source: WeightSource, mir
     held = pull(mirror, source, 0, before)
     held.weight_set.tensors["model.proj.weight"].data[5] ^= 1
     result = pull(mirror, source, 1, after)
-    assert result.kind == "full"
+    assert result.way == "full"
     assert_equal(mirror.weight_set(), after)
 
 

@@ -25,6 +25,7 @@ from quartet.weight_transfer.messages import (
 )
 from quartet.weight_transfer.receiver import WeightMirror
 from quartet.weight_transfer.source import WeightSource
+from quartet.weight_transfer.store import WeightStore
 from quartet.weight_transfer.tensors import AdapterSettings, HostTensor, combined_digest
 from tests.unit.weight_transfer.samples import (
     RUN,
@@ -48,7 +49,7 @@ def test_a_mirror_takes_everything_then_deltas(source: WeightSource, mirror: Wei
         assert_equal(results[-1].weight_set, tensors)
         assert results[-1].weight_set.version == number
         assert combined_digest(mirror.tensor_digests()) == digest(tensors)
-    assert [result.kind for result in results] == ["full", "delta", "delta", "delta"]
+    assert [result.way for result in results] == ["full", "delta", "delta", "delta"]
     total = sum(each.data.nbytes for each in versions[0].values())
     assert results[0].bytes_received == total
     assert results[1].bytes_received < total / 8
@@ -56,7 +57,6 @@ def test_a_mirror_takes_everything_then_deltas(source: WeightSource, mirror: Wei
     assert results[1].changed >= {"model.embed.weight", "model.proj.weight"}
     assert "model.empty" not in results[1].changed
     assert source.last is not None
-    assert source.last.delta_bytes == results[-1].bytes_received
 
 
 def test_only_changed_tensors_are_sent(source: WeightSource, mirror: WeightMirror) -> None:
@@ -76,7 +76,7 @@ def test_the_held_version_is_not_sent_again(source: WeightSource, mirror: Weight
     peer = LocalPeer(source)
     pull(mirror, peer, 0, tensors)
     again = pull(mirror, peer, 0, tensors)
-    assert (again.kind, again.changed, again.bytes_received, len(peer.requests)) == ("held", frozenset(), 0, 1)
+    assert (again.way, again.changed, again.bytes_received, len(peer.requests)) == ("held", frozenset(), 0, 1)
     assert again.base_digest == digest(tensors)
 
 
@@ -87,11 +87,11 @@ def test_every_version_in_the_window_is_sent_as_everything_and_against_any_other
     assert source.versions == (2, 3, 4)
     for held in source.versions:
         for wanted in source.versions:
-            mirror = WeightMirror(num_threads=1)
-            assert pull(mirror, source, held, versions[held]).kind == "full"
+            mirror = WeightMirror(num_threads=1, shares=False)
+            assert pull(mirror, source, held, versions[held]).way == "full"
             assert_equal(mirror.weight_set(), versions[held])
             result = pull(mirror, source, wanted, versions[wanted])
-            assert result.kind == ("held" if held == wanted else "delta")
+            assert result.way == ("held" if held == wanted else "delta")
             assert_equal(mirror.weight_set(), versions[wanted])
             mirror.close()
 
@@ -118,7 +118,7 @@ def test_a_receiver_outside_the_window_takes_everything(source: WeightSource, mi
     pull(mirror, source, 0, versions[0])
     for number in range(1, 5):
         source.publish(number, versions[number].items(), run=RUN)
-    assert pull(mirror, source, 4, versions[4]).kind == "full"
+    assert pull(mirror, source, 4, versions[4]).way == "full"
     assert_equal(mirror.weight_set(), versions[4])
 
 
@@ -127,7 +127,7 @@ def test_everything_is_sent_if_the_delta_is_not_smaller(source: WeightSource, mi
     for number, tensors in enumerate(versions):
         source.publish(number, tensors.items(), run=RUN)
     pull(mirror, source, 0, versions[0])
-    assert pull(mirror, source, 2, versions[2]).kind == "full"
+    assert pull(mirror, source, 2, versions[2]).way == "full"
     assert_equal(mirror.weight_set(), versions[2])
 
 
@@ -140,7 +140,7 @@ def test_publishing_the_same_weights_again_changes_nothing(source: WeightSource)
     source.publish(1, tensors.items(), run=RUN)
     assert source.versions == (0, 1)
     assert source.last is not None
-    assert (source.last.changed_tensors, source.last.delta_bytes) == (0, 0)
+    assert source.last.changed_tensors == 0
 
 
 def test_a_tensor_that_changed_and_changed_back_is_not_sent(source: WeightSource, mirror: WeightMirror) -> None:
@@ -151,16 +151,16 @@ def test_a_tensor_that_changed_and_changed_back_is_not_sent(source: WeightSource
         source.publish(number, tensors.items(), run=RUN)
     pull(mirror, source, 0, before)
     result = pull(mirror, source, 2, after)
-    assert (result.kind, result.changed) == ("delta", {"model.norm.weight"})
+    assert (result.way, result.changed) == ("delta", {"model.norm.weight"})
     assert_equal(result.weight_set, after)
 
 
 def test_the_run_may_become_known_after_the_first_version(source: WeightSource, mirror: WeightMirror) -> None:
     versions = history(2)
     source.publish(0, versions[0].items())
-    assert pull(mirror, source, 0, versions[0]).kind == "full"
+    assert pull(mirror, source, 0, versions[0]).way == "full"
     source.publish(1, versions[1].items(), run=RUN)
-    assert pull(mirror, source, 1, versions[1]).kind == "delta"
+    assert pull(mirror, source, 1, versions[1]).way == "delta"
 
 
 def test_another_run_or_other_shapes_forget_earlier_versions(source: WeightSource) -> None:
@@ -180,12 +180,12 @@ def test_a_repeated_version_number_after_a_rollback_has_its_new_weights(
     source.publish(2, abandoned.items(), run=RUN)
     pull(mirror, source, 2, abandoned)
     source.publish(2, after.items(), run=RUN)
-    assert pull(mirror, source, 2, after).kind == "delta"
+    assert pull(mirror, source, 2, after).way == "delta"
     assert_equal(mirror.weight_set(), after)
     source.reset()
     assert source.versions == ()
     source.publish(1, before.items(), run=RUN)
-    assert pull(mirror, source, 1, before).kind == "full"
+    assert pull(mirror, source, 1, before).way == "full"
     assert_equal(mirror.weight_set(), before)
 
 
@@ -212,15 +212,21 @@ def test_bytes_that_do_not_fit_the_shape_are_refused(source: WeightSource) -> No
         source.publish(0, {"w": HostTensor("BF16", (3,), np.zeros(5, np.uint8))}.items())
 
 
-def test_the_memory_is_reused(source: WeightSource, mirror: WeightMirror) -> None:
-    versions = history(3)
-    addresses = []
-    for number, tensors in enumerate(versions):
+def test_a_source_of_two_versions_has_two_places_and_a_mirror_one(mirror: WeightMirror) -> None:
+    source = WeightSource(capacity=2, num_threads=1)
+    addresses: dict[WeightStore, list[list[int]]] = {source: [], mirror: []}
+    for number, tensors in enumerate(history(6)):
         source.publish(number, tensors.items(), run=RUN)
         pull(mirror, source, number, tensors)
-        held = [store.weight_set() for store in (source, mirror)]
-        addresses.append([each.data.ctypes.data for weight_set in held for each in weight_set.tensors.values()])  # type: ignore[union-attr]
-    assert addresses[0] == addresses[1] == addresses[2]
+        for store, found in addresses.items():
+            held = store.weight_set()
+            assert held is not None
+            found.append([each.data.ctypes.data for each in held.tensors.values()])
+    first, second = addresses[source][:2]
+    assert first != second
+    assert addresses[source] == [first, second] * 3
+    assert addresses[mirror] == [addresses[mirror][0]] * 6
+    source.close()
 
 
 def test_a_stream_in_progress_sends_its_version_while_newer_ones_are_published(source: WeightSource) -> None:
@@ -245,11 +251,11 @@ def test_a_stream_in_progress_sends_its_version_while_newer_ones_are_published(s
                 yield from begun[number]
                 yield from stream
 
-        mirror = WeightMirror(num_threads=1)
+        mirror = WeightMirror(num_threads=1, shares=False)
         mirror.pull([Recorded()], RUN, wanted, digest(versions[wanted]), timeout=5)
         assert_equal(mirror.weight_set(), versions[wanted])
         mirror.close()
-    assert all(buffer.readers == 0 for buffer in source._buffers)
+    assert all(memory.readers == 0 for memory in source._memories)
 
 
 def test_pulls_during_publications_get_the_version_that_they_asked_for() -> None:
@@ -260,7 +266,7 @@ def test_pulls_during_publications_get_the_version_that_they_asked_for() -> None
 
     def follow(seed: int) -> None:
         random = np.random.default_rng(seed)
-        mirror = WeightMirror(num_threads=1)
+        mirror = WeightMirror(num_threads=1, shares=False)
         for _ in range(12):
             wanted = int(random.choice(source.versions))
             if random.random() < 0.3:
@@ -288,7 +294,7 @@ def test_pulls_during_publications_get_the_version_that_they_asked_for() -> None
 def test_any_shapes_and_bits_arrive(shapes: list[list[int]], dtypes: list[Any], fraction: float, seed: int) -> None:
     before = {f"t{index}": tensor(tuple(shape), seed + index, dtypes[index]) for index, shape in enumerate(shapes)}
     after = changed(before, seed, fraction)
-    source, mirror = WeightSource(num_threads=1), WeightMirror(num_threads=1)
+    source, mirror = WeightSource(num_threads=1), WeightMirror(num_threads=1, shares=False)
     for number, tensors in enumerate((before, after)):
         source.publish(number, tensors.items(), run=RUN)
         pull(mirror, source, number, tensors)
@@ -342,6 +348,6 @@ def test_a_version_of_the_window_can_be_read_while_newer_ones_are_published(sour
         assert combined_digest(digests) == digest(versions[1])
     with source.hold(3, digest(versions[3])) as (newest, _):
         assert_equal(newest, versions[3])
-    assert all(buffer.readers == 0 for buffer in source._buffers)
+    assert all(memory.readers == 0 for memory in source._memories)
     with pytest.raises(FailedPrecondition, match="has no version 9"), source.hold(9, digest(versions[1])):
         pass

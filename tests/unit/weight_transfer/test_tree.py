@@ -35,6 +35,24 @@ def test_generators_that_hold_the_version_are_sources_and_pull_nothing() -> None
     }
 
 
+def test_generators_that_can_map_the_memory_of_the_first_process_on_their_machine_do_so() -> None:
+    machines = {"actor": "m", "a": "m", "b": "m", "c": "n", "d": "n", "e": "n", "f": "o", "g": ""}
+    tree = distribution_tree("actor", list("abcdefg"), fan_out=1, machines=machines)
+    assert tree == {
+        "a": ("actor",),
+        "b": ("actor",),
+        # One copy for each other machine, in a tree.
+        "c": ("actor",),
+        "d": ("c", "actor"),
+        "e": ("c", "actor"),
+        "f": ("c", "actor"),
+        "g": ("f", "c", "actor"),
+    }
+    # Those that map have nothing to send, so they are no sources when they hold the version.
+    held = distribution_tree("actor", list("abcdefg"), {"a", "c", "d"}, fan_out=1, machines=machines)
+    assert held == {"b": ("actor",), "e": ("c", "actor"), "f": ("actor",), "g": ("c", "actor")}
+
+
 @given(count=st.integers(0, 200), fan_out=st.integers(1, 5), held=st.sets(st.integers(0, 199)))
 def test_every_path_ends_at_the_root_and_no_source_has_more_children(count: int, fan_out: int, held: set[int]) -> None:
     generators = [f"g{index}" for index in range(count)]
@@ -67,7 +85,7 @@ def test_a_lost_parent_costs_none_of_its_children_the_version(lost: str) -> None
     tensors = weights()
     source = WeightSource(num_threads=1)
     source.publish(0, tensors.items())
-    mirrors = {f"g{index}": WeightMirror(num_threads=1) for index in range(8)}
+    mirrors = {f"g{index}": WeightMirror(num_threads=1, shares=False) for index in range(8)}
     peers = {"actor": LocalPeer(source)} | {name: LocalPeer(mirror, name) for name, mirror in mirrors.items()}
     peers[lost].fault = cut_after(1, ServiceUnavailable(f"{lost}: unavailable"))
     for name, sources in distribution_tree("actor", list(mirrors)).items():

@@ -32,7 +32,7 @@ from quartet.models.generation.decode_slots import DecodeSlots
 from quartet.models.generation.static_decoding import StaticDecoder, is_recordable, unsupported_reason
 from quartet.models.generation.torch_properties import DETACHED, SHARED
 from quartet.models.generation.trial import LogitDigests, trial_requests, trial_result, untried_reason
-from quartet.models.weights.host_tensors import host_tensor, named_weights, write_tensor
+from quartet.models.weights.host_tensors import host_tensor, load_tensors, named_weights
 from quartet.models.weights.lora import Adapter, MergedWeights
 from quartet.weight_transfer.tensors import WeightSet, tensor_digest
 
@@ -357,20 +357,16 @@ class DetachedTorchEngine(TorchEngine):
                 f"weights: {len(different)} names differ from those of this engine's model, the first {min(different)!r}; "
                 "start actor and generator with the same actor.model and actor.lora"
             )
-        for name in changed:
-            try:
-                write_tensor(self._weights[name], weights.tensors[name])
-            except ValueError as error:
-                raise MismatchError(
-                    f"weights: {name}: {error}; start actor and generator with the same model"
-                ) from None
         self._is_current = False
-        return self.held_digests(self._weights)
+        try:
+            return load_tensors(self._weights, weights.tensors, changed)
+        except ValueError as error:
+            raise MismatchError(f"weights: {error}; start actor and generator with the same model") from None
 
     @torch.no_grad()
     def held_digests(self, names: Collection[str]) -> Mapping[str, bytes]:
         """Return the digest of these tensors as the model holds them."""
-        return {name: tensor_digest(host_tensor(self._weights[name])) for name in names}
+        return load_tensors({name: self._weights[name] for name in names}, {}, ())
 
     @torch.no_grad()
     def copy_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, bytes]:

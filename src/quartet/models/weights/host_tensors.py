@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import torch
 from torch import nn
 
 from quartet.models.weights.lora import Adapter
 from quartet.models.workers.workers import SINGLE, Workers
-from quartet.weight_transfer.tensors import AdapterSettings, HostTensor, TensorType
+from quartet.system.machine import available_cores
+from quartet.weight_transfer.tensors import (
+    AdapterSettings,
+    HostTensor,
+    TensorType,
+    copy_and_digest,
+    tensor_digest,
+)
 
 _NAMES: dict[torch.dtype, TensorType] = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
@@ -51,15 +59,40 @@ def complete_tensors(
     return ((name, workers.complete(value)) for name, value in weights.items())
 
 
-def write_tensor(target: torch.Tensor, source: HostTensor) -> None:
-    """Copy the bytes of ``source`` into ``target``. Raises ValueError if dtype or shape differ."""
-    if _NAMES.get(target.dtype) != source.dtype or tuple(target.shape) != source.shape:
-        raise ValueError(
-            f"{source.dtype} {list(source.shape)} does not fit {_NAMES.get(target.dtype)} {list(target.shape)}"
-        )
-    # torch does not accept read-only arrays without a warning, and NumPy has no bfloat16.
-    values = torch.from_numpy(np.require(source.data, requirements="W")).view(_DTYPES[source.dtype])
-    target.detach().copy_(values.view(source.shape))
+def load_tensors(
+    targets: Mapping[str, torch.Tensor], tensors: Mapping[str, HostTensor], changed: Collection[str]
+) -> dict[str, bytes]:
+    """Copy the ``changed`` tensors to their ``targets``. Return the digest of the bytes that each target has then.
+
+    Several threads share the work. Raises ValueError if dtype or shape of one differ; then nothing has been copied.
+    """
+    for name in changed:
+        target, source = targets[name], tensors[name]
+        if _NAMES.get(target.dtype) != source.dtype or tuple(target.shape) != source.shape:
+            raise ValueError(
+                f"{name}: {source.dtype} {list(source.shape)} does not fit "
+                f"{_NAMES.get(target.dtype)} {list(target.shape)}"
+            )
+    copied = frozenset(changed)
+
+    def load(name: str) -> bytes:
+        target = targets[name].detach()
+        if name in copied and target.device.type == "cpu" and target.is_contiguous():
+            return copy_and_digest(tensors[name], target.flatten().view(torch.uint8).numpy())
+        if name in copied:
+            _write(target, tensors[name])
+        return tensor_digest(host_tensor(target))
+
+    names = sorted(targets, key=lambda name: -targets[name].nbytes)
+    with ThreadPoolExecutor(available_cores(), thread_name_prefix="weights") as pool:
+        return dict(zip(names, pool.map(load, names), strict=True))
+
+
+def _write(target: torch.Tensor, source: HostTensor) -> None:
+    # torch accepts read-only arrays only with a warning, and NumPy has no bfloat16.
+    with warnings.catch_warnings(action="ignore"):
+        values = torch.from_numpy(source.data).view(_DTYPES[source.dtype])
+    target.copy_(values.view(source.shape))
 
 
 def adapter_settings(adapter: Adapter | None) -> AdapterSettings | None:

@@ -16,7 +16,7 @@ from tests.services.orchestrator.rollout.generator_pools import Generators
 
 @pytest.fixture(scope="session")
 def pool_config(make_config: Callable[..., Config]) -> Config:
-    return make_config(rollout={"max_concurrent_sequences": 4, "generators": 1})
+    return make_config(rollout={"max_concurrent_sequences": 4, "generators": 1, "share_weights": False})
 
 
 @pytest.fixture(scope="session")

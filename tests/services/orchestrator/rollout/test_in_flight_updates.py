@@ -141,7 +141,7 @@ def test_a_generator_takes_a_new_policy_in_the_middle_of_its_responses(cluster: 
     # The first share was being generated; later shares begin with the newest policy.
     in_flight = (VersionSpan(0, batch.weights_digest, 2), VersionSpan(1, newer, 4))
     assert {item.version_spans for item in made} == {in_flight, ()}
-    wait_until(lambda: cluster.pool.take_metrics(1)["weight_update_bytes"] > 0)
+    wait_until(lambda: cluster.pool.take_metrics(1)["weight_update_seconds"] > 0)
     assert cluster.refusals == []
     assert any(note.startswith("rollout.in_flight_updates: ") for note in cluster.notes)
 

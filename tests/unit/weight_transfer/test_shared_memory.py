@@ -1,0 +1,258 @@
+"""Weights that a process maps instead of receiving them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.errors import InvalidRequest, OutOfMemory, ServiceFailed, ServiceUnavailable
+from quartet.weight_transfer import receiver, shared_memory
+from quartet.weight_transfer import source as source_module
+from quartet.weight_transfer.delta import encode
+from quartet.weight_transfer.messages import Manifest
+from quartet.weight_transfer.receiver import WeightMirror
+from quartet.weight_transfer.shared_memory import Allocator, SharedRegion, machine, map_region
+from quartet.weight_transfer.source import WeightSource
+from quartet.weight_transfer.tensors import AdapterSettings
+from tests.unit.weight_transfer.samples import RUN, LocalPeer, assert_equal, changed, digest, history, pull, weights
+
+NAME = "memfd:quartet-weights"
+
+
+@pytest.fixture
+def source() -> Iterator[WeightSource]:
+    source = WeightSource(num_threads=2)
+    yield source
+    source.close()
+
+
+@pytest.fixture
+def mirror() -> Iterator[WeightMirror]:
+    mirror = WeightMirror(num_threads=2)
+    yield mirror
+    mirror.close()
+
+
+def mapped() -> int:
+    """Return how many regions of weights this process maps."""
+    return sum(NAME in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def opened() -> int:
+    """Return how many descriptors of regions this process has."""
+    links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
+    return sum(NAME in os.readlink(link) for link in links if os.path.islink(link))
+
+
+def test_versions_arrive_without_bytes_and_cannot_be_written(source: WeightSource, mirror: WeightMirror) -> None:
+    for number, tensors in enumerate(history(4)):
+        source.publish(number, tensors.items(), run=RUN)
+        result = pull(mirror, source, number, tensors)
+        assert (result.way, result.bytes_received, result.source) == ("shared memory", 0, "actor at local")
+        assert_equal(result.weight_set, tensors)
+        with pytest.raises(ValueError, match="read-only"):
+            result.weight_set.tensors["model.norm.weight"].data[0] = 1
+        mirror.release()
+
+
+def test_the_changed_tensors_are_named_against_the_version_before(source: WeightSource, mirror: WeightMirror) -> None:
+    first = weights()
+    second = changed(first, 1, 0.5, "model.norm.weight")
+    third = changed(second, 2, 0.5, "model.proj.weight")
+    results = []
+    for number, tensors in enumerate((first, second, third)):
+        source.publish(number, tensors.items(), AdapterSettings(4, 8.0, ("proj",)), RUN)
+        results.append(pull(mirror, source, number, tensors))
+        assert results[-1].weight_set.adapter == AdapterSettings(4, 8.0, ("proj",))
+    assert [result.changed for result in results] == [set(first), {"model.norm.weight"}, {"model.proj.weight"}]
+    assert [result.base_digest for result in results] == [b"", *(result.weight_set.digest for result in results[:2])]
+
+
+def test_a_version_stays_as_it_is_until_it_is_released(source: WeightSource, mirror: WeightMirror) -> None:
+    versions = history(6)
+    source.publish(0, versions[0].items(), run=RUN)
+    result = pull(mirror, source, 0, versions[0])
+    for number in range(1, 6):
+        source.publish(number, versions[number].items(), run=RUN)
+        assert_equal(result.weight_set, versions[0])
+    # The places of version 0, which are read, and two more.
+    assert len(source._allocator._regions) == 1
+    assert source._allocator._regions[0].used < 3.1 * sum(each.data.nbytes for each in versions[0].values())
+    mirror.release()
+    assert_equal(pull(mirror, source, 5, versions[5]).weight_set, versions[5])
+
+
+def test_what_never_changes_has_one_place(source: WeightSource) -> None:
+    first = weights()
+    source.publish(0, first.items(), run=RUN)
+    (region,) = source._allocator._regions
+    used = region.used
+    for number in range(1, 4):
+        source.publish(number, changed(first, number, 0.5, "model.norm.weight").items(), run=RUN)
+    assert region.used - used == first["model.norm.weight"].data.nbytes
+
+
+def test_a_mirror_of_another_machine_gets_chunks(source: WeightSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = weights()
+    source.publish(0, tensors.items(), run=RUN)
+    mirror = WeightMirror(num_threads=1)
+    mirror._machine = machine() + "x"
+    result = pull(mirror, source, 0, tensors)
+    assert (result.way, result.bytes_received > 0) == ("full", True)
+    assert_equal(result.weight_set, tensors)
+    mirror.close()
+
+
+def test_memory_that_cannot_be_opened_is_sent_instead(
+    source: WeightSource, mirror: WeightMirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise ServiceUnavailable("cannot open the shared memory")
+
+    monkeypatch.setattr(receiver, "map_region", refuse)
+    tensors = weights()
+    source.publish(0, tensors.items(), run=RUN)
+    peer = LocalPeer(source)
+    result = mirror.pull([peer], RUN, 0, digest(tensors), timeout=5)
+    assert (result.way, [bool(request.machine) for request in peer.requests]) == ("full", [True, False])
+    assert_equal(result.weight_set, tensors)
+
+
+def test_a_place_beyond_the_region_is_not_read(source: WeightSource, mirror: WeightMirror) -> None:
+    def beyond(stream: Iterator[Any]) -> Iterator[Any]:
+        for message in stream:
+            if isinstance(message, Manifest) and message.regions:
+                yield replace(message, places=tuple((region, 2**60) for region, _ in message.places))
+            else:
+                yield message
+
+    tensors = weights()
+    source.publish(0, tensors.items(), run=RUN)
+    result = pull(mirror, LocalPeer(source, fault=beyond), 0, tensors)  # type: ignore[arg-type]
+    assert result.way == "full"
+    assert_equal(result.weight_set, tensors)
+
+
+def test_damaged_memory_is_named(source: WeightSource, mirror: WeightMirror) -> None:
+    tensors = weights()
+    source.publish(0, tensors.items(), run=RUN)
+    result = pull(mirror, source, 0, tensors)
+    result.verify()
+    index = [layout.name for layout in source._layouts].index("model.proj.weight")
+    source._memories[index].data[7] ^= 1
+    with pytest.raises(
+        ServiceFailed, match=r"actor at local: shared memory: version 0: model\.proj\.weight has another digest"
+    ):
+        result.verify()
+
+
+def test_a_delta_is_encoded_when_the_first_receiver_asks_for_it(
+    source: WeightSource, mirror: WeightMirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        encoded.append(1)
+        return encode(*arguments)
+
+    monkeypatch.setattr(source_module, "encode", counted)
+    remote = [WeightMirror(num_threads=1, shares=False) for _ in range(2)]
+    counts, ways = [], []
+    for number, tensors in enumerate(history(3)):
+        source.publish(number, tensors.items(), run=RUN)
+        pull(mirror, source, number, tensors)
+        mirror.release()
+        counts.append(len(encoded))
+        results = [pull(each, source, number, tensors) for each in remote]
+        counts.append(len(encoded))
+        ways.append([result.way for result in results])
+    assert ways == [["full", "full"], ["delta", "delta"], ["delta", "delta"]]
+    chunks = counts[3]
+    assert chunks > 0
+    assert counts == [0, 0, 0, chunks, chunks, 2 * chunks]
+    for each in remote:
+        each.close()
+
+
+def test_memory_that_is_no_sealed_region_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(4096))
+    reading, writing = os.pipe()
+    with file.open("rb") as opened_file:
+        for fd in (opened_file.fileno(), reading):
+            with pytest.raises(InvalidRequest, match="no sealed memory of 4096 bytes"):
+                map_region(SharedRegion(os.getpid(), fd, 4096))
+    os.close(reading)
+    os.close(writing)
+    with pytest.raises(ServiceUnavailable, match="cannot open the shared memory of process"):
+        map_region(SharedRegion(os.getpid(), 2**20, 4096))
+
+
+def test_a_version_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "free_memory_bytes", lambda: 10**9)
+    allocator = Allocator()
+    with pytest.raises(
+        OutOfMemory, match=r"1\.50 GB of memory are missing for a version, 1\.00 GB are free; give this machine"
+    ):
+        allocator.allocate([10**9, 5 * 10**8])
+    assert len(allocator.allocate([10**6])) == 1
+
+
+def test_nothing_is_left() -> None:
+    before = opened(), mapped()
+    source, mirror = WeightSource(num_threads=1), WeightMirror(num_threads=1)
+    tensors = weights()
+    source.publish(0, tensors.items(), run=RUN)
+    result = pull(mirror, source, 0, tensors)
+    # A mapping has a descriptor, too.
+    assert (opened(), mapped()) == (before[0] + 3, before[1] + 2)
+    del result
+    mirror.close()
+    source.close()
+    assert (opened(), mapped()) == before
+
+
+PUBLISHER = """
+import sys, time
+from quartet.weight_transfer.source import WeightSource
+from quartet.weight_transfer.messages import WeightsRequest
+from quartet.weight_transfer.shared_memory import machine
+from tests.unit.weight_transfer.samples import weights
+source = WeightSource(num_threads=1)
+source.publish(0, weights().items(), run="run")
+stream = source.stream(WeightsRequest("run", 0, machine=machine()))
+manifest = next(stream)
+region = manifest.regions[0]
+print(region.pid, region.fd, region.num_bytes, flush=True)
+time.sleep(60)
+"""
+
+
+def test_memory_outlives_a_killed_process_only_while_it_is_mapped() -> None:
+    before = mapped()
+    process = subprocess.Popen([sys.executable, "-c", PUBLISHER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        region = SharedRegion(*map(int, process.stdout.readline().split()))
+        held = map_region(region)
+        tensors = weights()
+        process.kill()
+        process.wait()
+        assert any(
+            held.data[: tensors["model.embed.weight"].data.nbytes].tobytes() == each.data.tobytes()
+            for each in tensors.values()
+        )
+        with pytest.raises(ServiceUnavailable):
+            map_region(region)
+        del held
+        assert mapped() == before
+    finally:
+        process.kill()
+        process.wait()
