@@ -19,6 +19,7 @@ from tests.chaos import __main__ as command
 from tests.chaos import page
 from tests.chaos.cases import CASES, GROUPS, MOMENTS, PARTS, SEEDS, SERVICES, STEPS, Case, Part, part_of
 from tests.chaos.runs import ChaosSetup, Result, differences, disturb
+from tests.e2e.conftest import wide_toy_task
 
 DOCS = Path(__file__).parents[2] / "docs/evidence/durability.md"
 CHAOS_SEED = os.environ.get("CHAOS_SEED") or datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -33,7 +34,9 @@ def sample_of_the_suite(seed: str) -> list[Case]:
 
 @pytest.fixture(scope="session")
 def setup(tmp_path_factory: pytest.TempPathFactory) -> ChaosSetup:
-    return ChaosSetup(tmp_path_factory.mktemp("chaos"))
+    folder = tmp_path_factory.mktemp("chaos")
+    shutil.copytree(wide_toy_task(tmp_path_factory), folder / "toy-task")
+    return ChaosSetup(folder)
 
 
 @pytest.fixture(scope="session")

@@ -64,6 +64,11 @@ def toy_task(tmp_path_factory: pytest.TempPathFactory) -> ToyTask:
     return make_toy_task(folder / "toy-task", recipe=MINIATURE)
 
 
+def wide_toy_task(factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the toy task with wide models."""
+    return once(factory, "wide", lambda folder: make_toy_task(folder / "toy-task", recipe=WIDE)) / "toy-task"
+
+
 @pytest.fixture(scope="session")
 def config(toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config file of every run. Run directories are below the working directory of the command."""

@@ -140,7 +140,7 @@ def test_connections_that_stay_silent_are_given_up_within_a_minute(
 
 def test_a_slow_redis_changes_nothing(make: MakeConfig, undisturbed: Run) -> None:
     with network(make(**SETTINGS)) as parts:
-        parts.links["buffer"].delay = parts.links[SERVICES_TO_BUFFER].delay = 0.02
+        parts.links["buffer"].delay = parts.links[SERVICES_TO_BUFFER].delay = 0.005
         with orchestrator(parts.config) as active:
             run = active.finish(LIMIT)
     assert_same(run, undisturbed)

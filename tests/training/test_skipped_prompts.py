@@ -112,7 +112,7 @@ def test_a_run_that_crashes_at_every_point_skips_the_same_prompts(
 
 
 def test_a_prompt_whose_scorer_always_hangs_is_skipped(make: MakeConfig, prompts: Path) -> None:
-    run = run_to_completion(config(make, prompts, "groups", "hangs", run={"steps": 2}))
+    run = run_to_completion(config(make, prompts, "groups", "hangs", run={"steps": 1}))
     skipped = sum(step["skipped_prompts"] for step in run.metrics)
     assert skipped
     assert sum(step["outcome_timeout"] for step in run.metrics) == 3 * skipped

@@ -7,7 +7,6 @@ in a process that is limited to AVX2; all of it with the slow tests.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.torch_settings import torch_threads
 from quartet.models.weights.loading import load_causal_lm
 from quartet.models.weights.lora import add_adapter
-from tests.e2e.conftest import WIDE
+from tests.e2e.commands import Command
+from tests.e2e.conftest import WIDE, wide_toy_task
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import run_with_generators
 from tests.training.runs import Run, assert_same, run_to_completion
@@ -43,8 +43,7 @@ LORA = {"lora": {"rank": 8}, "learning_rate": 1e-2}
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy as wide as that of the reviews, beside its reward model."""
-    folder = os.environ.get(TASK) or tmp_path_factory.mktemp("wide") / "toy-task"
-    return make_toy_task(Path(folder), recipe=WIDE).policy
+    return make_toy_task(Path(os.environ.get(TASK) or wide_toy_task(tmp_path_factory)), recipe=WIDE).policy
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +100,23 @@ def test_turns_of_any_duration_with_an_adapter_give_the_same_bits_with_generator
 
 @pytest.mark.parametrize("part", [PART, pytest.param("not avx2", marks=pytest.mark.slow)])
 def test_this_holds_with_avx2(part: str, policy: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(
-        # Not itself again: the name of this test contains that of its part.
-        [*command, "-k", f"({part}) and not avx2"],
-        env={**os.environ, **AVX2, TASK: str(policy.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
+    # Not itself again: the name of this test contains that of its part. A fork has computed nothing that is of another processor.
+    arguments = ["-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__, "-k", f"({part}) and not avx2"]
+    environment = {**AVX2, TASK: str(policy.parent)}
+    command = Command(sys.executable, "-m", "pytest", *arguments, cwd=Path.cwd(), environment=environment)
+    try:
+        result = command.wait(500)
+    finally:
+        command.clean_up()
+    assert result.code == 0, result.out + result.err
+
+
+def test_a_fork_takes_another_processor_from_its_environment(tmp_path: Path) -> None:
+    (tmp_path / "shown.py").write_text("import torch; print(torch.backends.cpu.get_cpu_capability())")
+    command = Command(
+        sys.executable, tmp_path / "shown.py", cwd=tmp_path, environment={"ATEN_CPU_CAPABILITY": "default"}
     )
-    assert result.returncode == 0, result.stdout + result.stderr
+    try:
+        assert command.wait().out.split() == ["DEFAULT"]
+    finally:
+        command.clean_up()
