@@ -107,23 +107,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def shapes(layers: int = LAYERS) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor of Qwen2.5-0.5B, by its name in the checkpoint."""
+def shapes(
+    layers: int = LAYERS, hidden: int = HIDDEN, intermediate: int = INTERMEDIATE, keys: int = KEYS
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a Qwen2.5 model, by default of 0.5B, by its name in the checkpoint."""
     result: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
+        "model.embed_tokens.weight": (VOCABULARY, hidden),
+        "model.norm.weight": (hidden,),
     }
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
-        for name, size in (("q", HIDDEN), ("k", KEYS), ("v", KEYS)):
-            result[f"{prefix}self_attn.{name}_proj.weight"] = (size, HIDDEN)
+        for name, size in (("q", hidden), ("k", keys), ("v", keys)):
+            result[f"{prefix}self_attn.{name}_proj.weight"] = (size, hidden)
             result[f"{prefix}self_attn.{name}_proj.bias"] = (size,)
-        result[f"{prefix}self_attn.o_proj.weight"] = (HIDDEN, HIDDEN)
+        result[f"{prefix}self_attn.o_proj.weight"] = (hidden, hidden)
         for name in ("gate", "up"):
-            result[f"{prefix}mlp.{name}_proj.weight"] = (INTERMEDIATE, HIDDEN)
-        result[f"{prefix}mlp.down_proj.weight"] = (HIDDEN, INTERMEDIATE)
+            result[f"{prefix}mlp.{name}_proj.weight"] = (intermediate, hidden)
+        result[f"{prefix}mlp.down_proj.weight"] = (hidden, intermediate)
         for name in ("input", "post_attention"):
-            result[f"{prefix}{name}_layernorm.weight"] = (HIDDEN,)
+            result[f"{prefix}{name}_layernorm.weight"] = (hidden,)
     return result
 
 
@@ -241,7 +243,7 @@ class Generators:
     """Simulated generators of one process. Each has its own mirror and server."""
 
     def __init__(self, count: int) -> None:
-        self._mirrors = [WeightMirror(num_threads=1) for _ in range(count)]
+        self._mirrors = [WeightMirror(num_threads=1, shares=False) for _ in range(count)]
         self._servicers = [LimitedServicer(mirror) for mirror in self._mirrors]
         self._servers = [Server([WeightRole(servicer)], "127.0.0.1:0") for servicer in self._servicers]
         self.addresses = [server.address for server in self._servers]
@@ -331,7 +333,7 @@ def transfers_of(
         source = Remote(stack)
         client = WeightClient(Role.ACTOR, source.addresses[0])
         stack.callback(client.close)
-        mirror = WeightMirror()
+        mirror = WeightMirror(shares=False)
         stack.callback(mirror.close)
         published = source.call("start", dtype, layers, 0)
         results = []
@@ -428,8 +430,9 @@ def distribute(rounds: int) -> list[Distribution]:
 def table(transfers: Sequence[Transfer], distributions: Sequence[Distribution], host: str) -> str:
     """Return the tables for the page."""
     lines = [
-        f"{host}. Publish: the actor's time to hash, copy and encode a version. Pull: until a generator has received, decoded "
-        "and verified it. GB/s count the weights, not the bytes sent. The best of two rounds or more.",
+        f"{host}. Publish: the actor's time to copy and hash a version. Pull: until the delta is encoded, "
+        "and a generator has received, decoded and verified it. GB/s count the weights, not the bytes sent. The best of two rounds "
+        "or more.",
         "",
         "| weights | each weight moves by | elements changed | GB | GB sent | fraction | publish, s | pull, s | pull, GB/s |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -142,7 +142,7 @@ class StatusOnly:
 
 
 ENGINE = EngineProperties("torch", True, True, "whole", "tensors", "read back", trial="passed on A, AVX2, 1 thread")
-HELD = WeightTransfer(7, bytes.fromhex("ab" * 16), "host:1", 100, True, 0.5, 0.25)
+HELD = WeightTransfer(7, bytes.fromhex("ab" * 16), "host:1", 100, "delta", 0.5, 0.25)
 GENERATOR = ServiceStatus(Role.GENERATOR, device="cpu", dtype="float32", engine=ENGINE, last_transfer=HELD)
 
 
