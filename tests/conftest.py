@@ -42,6 +42,16 @@ with contextlib.suppress(ModuleNotFoundError):  # The environments of other engi
     settings.load_profile("quick")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Fork the workers of a run of all tests from a process that has the libraries. A part may need none of them."""
+    config = session.config
+    if config.args_source is config.ArgsSource.TESTPATHS and len(getattr(config.option, "tx", None) or []) > 1:
+        from tests.forked_workers import fork_workers
+
+        fork_workers()
+
+
 def pytest_collection_finish() -> None:
     """Exclude the objects so far from garbage collection, and start it, for larger portions than by default."""
     gc.freeze()

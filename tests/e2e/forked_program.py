@@ -22,6 +22,7 @@ import tempfile
 import termios
 import threading
 import traceback
+import types
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -47,14 +48,43 @@ MODULES = (
     "quartet.services",
 )
 """Modules that a program in a fork starts in forks."""
+SERVER = "QUARTET_TESTS_FORK_SERVER"
+"""Variable with the process of the tests, its fork server and the descriptor of the connection, if it is a fork itself."""
+
+SET_BY_IMPORTS = ("COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables that imports of libraries set, so that a worker has them."""
 
 
-@functools.cache
-def _server() -> ForkServer:
+def start_server() -> ForkServer:
+    """Start a process that imports the libraries and then forks."""
     # As the command sets it before it imports gRPC.
     environment = {**os.environ, "GRPC_VERBOSITY": "ERROR", MARK: " " * 100, "PYTHONPATH": ROOT}
     with tempfile.NamedTemporaryFile() as log:
         return ForkServer("tests.e2e.forked_program", PRELOADED, environment, Path(log.name))
+
+
+@functools.cache
+def _server() -> ForkServer:
+    process, server, connection = map(int, os.environ.get(SERVER, "0 0 0").split())
+    return _GivenForkServer(server, connection) if process == os.getpid() else start_server()
+
+
+class _GivenForkServer(ForkServer):
+    """The fork server that a worker of the tests got with its start."""
+
+    def __init__(self, process: int, connection: int) -> None:
+        self._time_limit = fork_server.IMPORT_SECONDS
+        self._connection, self._process = socket.socket(fileno=connection), ForkedProcess(process)  # type: ignore[assignment]
+
+
+def start_worker(server: ForkServer, connection: socket.socket, other_end: socket.socket) -> ForkedProcess:
+    """Start a worker of the tests as a fork of ``server``. ``connection``: its standard input and output, from ``other_end``."""
+    with tempfile.TemporaryDirectory() as folder:
+        request = _Request([], os.getcwd(), dict(os.environ), folder, works=True)
+        process = server.start([request.write(Path(folder))], 2, connection.fileno())
+        assert process is not None, "the process that imports the libraries has died"
+        other_end.recv(1)  # It has read its request.
+    return process
 
 
 def start(
@@ -85,6 +115,7 @@ class _Request:
     """What a fork is to run. ``has_pipe``: its last argument is a descriptor; its other descriptor is its standard error.
 
     ``nested``: a program in a fork starts it. ``serves``: it is a fork server for the process with the first argument as its id.
+    ``works``: it is a worker of the tests.
     """
 
     arguments: list[str]
@@ -95,6 +126,7 @@ class _Request:
     has_pipe: bool = False
     nested: bool = False
     serves: bool = False
+    works: bool = False
 
     def write(self, folder: Path) -> str:
         """Write the request to a file. Return its path."""
@@ -219,6 +251,9 @@ def _main(path: str, inherited: str) -> None:
         os.chdir(request.cwd)
         fork_server._main(inherited, *request.arguments)
         return
+    if request.works:
+        _work(request, int(inherited))
+        return
     arguments = request.arguments
     if request.has_pipe:
         arguments = [*arguments, inherited]
@@ -249,6 +284,31 @@ def _main(path: str, inherited: str) -> None:
         _Popen.scratch = request.scratch
         subprocess.Popen = _Popen  # type: ignore[misc]
     _end(_status(arguments, request.nested))
+
+
+def _work(request: _Request, connection: int) -> None:
+    """Be a worker of the tests, with a fork server that has imported nothing of them."""
+    ours, other_end = socket.socketpair()
+    worker = os.getpid()
+    if (server := os.fork()) == 0:
+        ours.close()
+        os.close(connection)
+        die_with(worker)
+        fork_server._main(str(other_end.detach()), str(worker), "tests.e2e.forked_program")
+        return
+    other_end.close()
+    sys.path.remove(ROOT)
+    imported = {name: os.environ[name] for name in SET_BY_IMPORTS if name in os.environ}
+    # These come last: setproctitle starts at the first variable of a process, and imports replace them.
+    environment = {**request.environment, **imported, **request.environment}
+    _replace_environment({**environment, SERVER: f"{worker} {server} {ours.detach()}"})
+    os.write(connection, b"1")
+    for descriptor in (0, 1):
+        os.dup2(connection, descriptor)
+    os.close(connection)
+    # What execnet starts is `python -c` with this line.
+    sys.argv, sys.modules["__main__"] = ["-c"], types.ModuleType("__main__")
+    exec(eval(sys.stdin.readline()), vars(sys.modules["__main__"]))  # noqa: S102, S307 - the tests start this
 
 
 def _status(arguments: list[str], nested: bool) -> int:
