@@ -431,8 +431,8 @@ def table(transfers: Sequence[Transfer], distributions: Sequence[Distribution], 
     """Return the tables for the page."""
     lines = [
         f"{host}. Publish: the actor's time to copy and hash a version. Pull: until the delta is encoded, "
-        "and a generator has received, decoded and verified it. GB/s count the weights, not the bytes sent. The best of two rounds "
-        "or more.",
+        "and a generator has received, decoded and verified it. GB/s count the weights, not the bytes sent. The best of two "
+        "rounds or more.",
         "",
         "| weights | each weight moves by | elements changed | GB | GB sent | fraction | publish, s | pull, s | pull, GB/s |",
         "|---|---|---|---|---|---|---|---|---|",

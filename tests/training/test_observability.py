@@ -46,7 +46,9 @@ def collector_of_generators() -> Any:
 @pytest.fixture(scope="module")
 def with_generators(make: MakeConfig, collector_of_generators: Collector) -> Observed:
     telemetry = {"otlp_endpoint": collector_of_generators.url}
-    return run_observed(make(run={"steps": STEPS}, rollout={"generators": 2}, telemetry=telemetry))
+    return run_observed(
+        make(run={"steps": STEPS}, rollout={"generators": 2, "share_weights": False}, telemetry=telemetry)
+    )
 
 
 def test_an_observed_run_is_bit_identical(observed: Observed, make: MakeConfig) -> None:

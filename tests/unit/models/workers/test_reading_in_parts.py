@@ -72,7 +72,7 @@ def test_ranks_hold_parts_of_the_weights_and_buffers_of_one_process(loaded: Call
     for report in reports:
         assert report["parameters"] == single["parameters"]
         # The trial passes of a group save what one process saves. Gathered weights do not count.
-        assert report["activations"] == pytest.approx(single["activations"], rel=0.01 if hybrid else 0)
+        assert report["activations"] == pytest.approx(single["activations"], rel=0.03 if hybrid else 0)
         # Only the weights of a merged adapter cannot be read in parts.
         assert report["read_whole"] == (case == "llama-adapter")
     # Three ranks cannot share four experts.
