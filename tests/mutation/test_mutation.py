@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.commands import Command
 from tests.mutation import __main__ as command
 from tests.mutation import execute
 from tests.mutation.report import Mutant, Result, page, problems, read_explanations
-from tests.waiting import LIMIT
 
 MUTANT = Mutant("kl", "NumberReplacer", "kl_estimate", "return x / 2", "return x / 3", "source")
 
@@ -56,22 +55,36 @@ CHANGES = [
 """Module, test, seconds of the processor that it may take, and outcome."""
 
 
+SCRIPT = """
+import json, sys, time
+# This is a fork of a process that has imported torch, and Quartet, which preload() must not import.
+for name in [name for name in sys.modules if name.partition(".")[0] == "quartet"]:
+    del sys.modules[name]
+from tests.mutation import execute
+execute.preload()
+for code, file, seconds in json.loads(sys.argv[1]):
+    child = execute.Child("kl", code, [file], seconds)
+    while (outcome := child.outcome()) is None:
+        time.sleep(0.02)
+    print(outcome, child.failed.rpartition("/")[2])
+"""
+"""Prints the outcome of each change."""
+
+
 def test_a_child_imports_the_replaced_module(tmp_path: Path) -> None:
-    script = (
-        "import json, sys, time\nfrom tests.mutation import execute\nexecute.preload()\n"
-        "for code, file, seconds in json.loads(sys.argv[1]):\n"
-        "    child = execute.Child('kl', code, [file], seconds)\n"
-        "    while (outcome := child.outcome()) is None: time.sleep(0.02)\n"
-        "    print(outcome, child.failed.rpartition('/')[2])\n"
-    )
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
     changes = []
     for number, (code, test, seconds, _) in enumerate(CHANGES):
         file = tmp_path / f"test_{number}.py"
         file.write_text(f"from quartet.ppo.kl import two\n\ndef test(): {test}\n", encoding="utf-8")
         changes.append((code, str(file), seconds))
-    arguments = [sys.executable, "-c", script, json.dumps(changes)]
-    done = subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=LIMIT, cwd=execute.ROOT)
-    assert done.stdout.split("\n")[:-1] == [outcome for *_, outcome in CHANGES]
+    command = Command(sys.executable, script, json.dumps(changes), cwd=execute.ROOT, environment={"PYTHONPATH": str(execute.ROOT)})
+    try:
+        result = command.wait()
+    finally:
+        command.clean_up()
+    assert (result.code, result.out.split("\n")[:-1]) == (0, [outcome for *_, outcome in CHANGES]), result.err
 
 
 def test_only_mutants_without_a_valid_result_are_tested_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

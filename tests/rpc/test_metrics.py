@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
 from quartet.services.observability import Observability
 from quartet.v1 import status_pb2, status_pb2_grpc
+from tests.e2e.forked_program import start as start_fork
 from tests.rpc.test_server import BATCH, Gate, gated
 from tests.services.model_services import Services
 from tests.training.observed_runs import read, value
@@ -176,13 +176,16 @@ def test_a_process_reports_its_metrics_address_and_serves_metrics(
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml())
     reader, writer = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "quartet.services", "reward", "--config", str(path), "--ready-fd", str(writer)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        pass_fds=(writer,),
-        stderr=subprocess.PIPE,
-    )
+    with (tmp_path / "errors").open("wb") as errors:
+        process = start_fork(
+            [sys.executable, "-m", "quartet.services", "reward", "--config", str(path), "--ready-fd"],
+            ROOT,
+            {**os.environ, "OMP_NUM_THREADS": "1"},
+            tmp_path,
+            errors.fileno(),
+            errors.fileno(),
+            pipe=writer,
+        )
     os.close(writer)
     try:
         with os.fdopen(reader) as pipe:
@@ -196,7 +199,7 @@ def test_a_process_reports_its_metrics_address_and_serves_metrics(
     finally:
         process.terminate()
         start = time.monotonic()
-        assert process.wait(LIMIT) == 0, process.stderr.read() if process.stderr else ""
+        assert process.wait(LIMIT) == 0, (tmp_path / "errors").read_text()
         assert time.monotonic() - start < 5
 
 

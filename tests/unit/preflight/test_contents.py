@@ -11,7 +11,6 @@ import torch
 
 from quartet.errors import ModelError
 from quartet.preflight import contents
-from quartet.preflight.checking_process import checking_process
 from tests.preflight_workers import run_here
 from tests.unit.models import tiny
 from tests.unit.preflight.files import check_inputs, config
@@ -43,7 +42,6 @@ def test_a_comparison_is_kept_until_a_file_changes(
     path = real_models / "reward/model.safetensors"
     tensors = safetensors.torch.load_file(path)
     safetensors.torch.save_file({**tensors, "v_head.weight": torch.zeros(1)}, path, {"format": "pt"})
-    monkeypatch.setattr(contents, "checking_process", checking_process)
     first = check_inputs(config(real_models))
     assert [note.partition(" which ")[0] for note in first if "v_head" in note] == [
         f"warning: {role}.model {real_models}/reward: the files hold v_head.weight," for role in ("reward", "critic")
