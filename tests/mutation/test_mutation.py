@@ -79,7 +79,9 @@ def test_a_child_imports_the_replaced_module(tmp_path: Path) -> None:
         file = tmp_path / f"test_{number}.py"
         file.write_text(f"from quartet.ppo.kl import two\n\ndef test(): {test}\n", encoding="utf-8")
         changes.append((code, str(file), seconds))
-    command = Command(sys.executable, script, json.dumps(changes), cwd=execute.ROOT, environment={"PYTHONPATH": str(execute.ROOT)})
+    command = Command(
+        sys.executable, script, json.dumps(changes), cwd=execute.ROOT, environment={"PYTHONPATH": str(execute.ROOT)}
+    )
     try:
         result = command.wait()
     finally:
