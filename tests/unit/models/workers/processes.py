@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import runpy
 import socket
 import sys
-import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from quartet.system.fork_server import ForkServer
-
-LAZY = ("transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto", "peft")
-"""Modules that each rank would otherwise import at its first model."""
-
-
-@functools.cache
-def _fork_server() -> ForkServer:
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd()}
-    programs = [f"{__package__}.{name}" for name in ("rank", "failing_rank", "frozen_rank", "reading_rank")]
-    with tempfile.NamedTemporaryFile() as log:
-        return ForkServer(__name__, [*programs, *LAZY], environment, Path(log.name))
+from tests.e2e.forked_program import start
 
 
 def run_ranks(program: ModuleType, folder: Path, size: int, *arguments: object) -> None:
     """Run ``python -m PROGRAM FOLDER RANK SIZE PORT SOCKET [ARGUMENT ...]`` for each rank, and wait for all of them."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd()}
     outputs = [folder / f"output-{number}.txt" for number in range(size)]
     processes = []
     try:
@@ -35,8 +23,11 @@ def run_ranks(program: ModuleType, folder: Path, size: int, *arguments: object) 
             for number, path in enumerate(outputs):
                 own = [program.__name__, *map(str, (folder, number, size, port, *arguments))]
                 with path.open("wb") as output:
-                    process = _fork_server().start(own, output.fileno(), listener.fileno())
-                assert process is not None, "the process that imports torch has died"
+                    descriptor = output.fileno()
+                    command = [sys.executable, "-m", __name__, *own]
+                    process = start(
+                        command, Path.cwd(), environment, folder, descriptor, descriptor, pipe=listener.fileno()
+                    )
                 processes.append(process)
         for process, path in zip(processes, outputs, strict=True):
             assert process.wait(500) == 0, path.read_text()
