@@ -6,7 +6,7 @@ longest sequence. Three small passes separate these parts. The trials do not cha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +49,16 @@ class SavedActivations:
 
 def saved_bytes(model: Any, forward: Callable[[], Any], workers: Workers = SINGLE) -> int:
     """Return the bytes that ``forward`` saves for its backward pass. Each storage counts once, the model's weights do not."""
-    own = _storages(model)
+    # The tables of the modules: a group replaces the tensors in them, and to search all modules again takes long.
+    held = [tensors for module in model.modules() for tensors in (module._parameters, module._buffers)]
+    own = _storages(held)
     sizes: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         # A group gathers the weights of a layer for its computation, so they have a new address in each layer.
-        if address not in own and address not in sizes and (workers.size == 1 or address not in _storages(model)):
+        if address not in own and address not in sizes and (workers.size == 1 or address not in _storages(held)):
             sizes[address] = storage.nbytes()
         return tensor
 
@@ -67,8 +69,13 @@ def saved_bytes(model: Any, forward: Callable[[], Any], workers: Workers = SINGL
     return sum(sizes.values())
 
 
-def _storages(model: Any) -> set[int]:
-    return {local_tensor(tensor).untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+def _storages(held: Iterable[Mapping[str, torch.Tensor | None]]) -> set[int]:
+    return {
+        local_tensor(tensor).untyped_storage().data_ptr()
+        for tensors in held
+        for tensor in tensors.values()
+        if tensor is not None
+    }
 
 
 def activations_saved_by(model: Any, forward: Forward, longest: int, workers: Workers = SINGLE) -> SavedActivations:
