@@ -19,7 +19,7 @@ from quartet.models.training.update_memory import saved_bytes
 from quartet.models.weights.lora import add_adapter
 from quartet.planner.measured_shape import shape_of
 
-HIDDEN, VOCABULARY, PER_LAYER, WINDOW, LAYERS = 64, 199, 61, 24, 4
+HIDDEN, VOCABULARY, PER_LAYER, WINDOW, LAYERS = 64, 199, 61, 24, 2
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), HIDDEN),
     **dict.fromkeys(("num_hidden_layers", "n_layer"), LAYERS),
@@ -44,19 +44,21 @@ _SIZES: dict[str, Any] = {
 """Sizes by the names that configs of transformers use. Each config takes those that it has."""
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_chunk_size": 16}
 _INDEX = {"num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 20, "index_topk": 8}
-_LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
-_HYBRID = {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4, "n_mamba_heads": 2}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+_HEADS = {"num_key_value_heads": 4, "n_mamba_heads": 2}
+# Two of the layers share weights.
+_HYBRID = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, **_HEADS}
 OWN: dict[str, dict[str, Any]] = {
-    "qwen3_next": {},
-    "qwen3_5_text": {},
-    "qwen3_5_moe_text": {},
-    "olmo_hybrid": {},
+    "qwen3_next": _LINEAR,
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": _LINEAR,
+    "olmo_hybrid": _LINEAR,
     "kimi_linear": {**_LINEAR, "num_key_value_heads": 4, "linear_head_dim": 12, "linear_num_heads": 4},
     "minimax": {},
     "mamba": {"state_size": 12},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2, "chunk_size": 16},
     "falcon_mamba": {"state_size": 12},
-    "bamba": {**_MAMBA2, "attn_layer_indices": [1, 3]},
+    "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 12, "mamba_dt_rank": 8},
     "zamba": {**_HYBRID, "mamba_d_state": 12, "mamba_dt_rank": 8},
     "zamba2": {**_HYBRID, "mamba_d_state": 12, "chunk_size": 16, "adapter_rank": 6},
@@ -65,22 +67,23 @@ OWN: dict[str, dict[str, Any]] = {
         "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2, "chunk_size": 16,
         "moe_shared_expert_intermediate_size": 20,
     },
-    "granitemoehybrid": {**_MAMBA2, "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 24},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "recurrent_gemma": {},
+    "granitemoehybrid": {**_MAMBA2, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 24},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "deepseek_v32": _INDEX,
     "deepseek_v4": {
-        "num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 12, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8
+        "num_hidden_layers": 4, "num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 12, "index_n_heads": 2,
+        "index_head_dim": 16, "index_topk": 8,
     },
     "glm_moe_dsa": _INDEX,
     "gemma3n_text": {
-        "num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4, "num_kv_shared_layers": 4,
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
         "vocab_size_per_layer_input": PER_LAYER, "hidden_size_per_layer_input": 8, "laurel_rank": 6,
         "activation_sparsity_pattern": None,
     },
     "gemma4_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
         "vocab_size_per_layer_input": PER_LAYER, "hidden_size_per_layer_input": 8, "global_head_dim": 16,
     },
     "deepseek_v3": {"num_key_value_heads": 4},
