@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from quartet.system.child_processes import module_command
 from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE
 from tests.e2e.commands import settings
 from tests.e2e.conftest import Start
@@ -31,7 +32,7 @@ def test_train_and_the_processes_of_a_run_import_the_real_libraries(
 ) -> None:
     """Nothing of this run is forked from the tests, so its services show their environment, too."""
     options = settings("reward.source=function", "reward.model=null", "reward.function=mine:length", "run.steps=1")
-    options += settings("rollout.generators=1", f"services.generator.python={sys.executable}")
+    options += settings("rollout.generators=1")
     held = {VARIABLE: "orchestrator.sealed=hold@1", FOLDER_VARIABLE: str(tmp_path)}
     command = start("train", config, *options, environment=held, fresh=True)
     command.wait_for((tmp_path / "orchestrator.sealed.reached").exists)
@@ -47,11 +48,19 @@ def test_train_and_the_processes_of_a_run_import_the_real_libraries(
     assert "taken for a library" not in logs + trained.out
 
 
-@pytest.mark.parametrize("module", [("quartet.services", "reward"), ("quartet.gateway",)])
+@pytest.mark.parametrize(
+    "program",
+    [
+        [sys.executable, "-m", "quartet.services", "reward"],
+        [sys.executable, "-m", "quartet.gateway"],
+        module_command("quartet.services", "generator", python=Path(sys.executable)),
+    ],
+    ids=["reward", "gateway", "generator with its own Python"],
+)
 def test_a_process_started_directly_imports_the_real_libraries(
-    module: tuple[str, ...], config: Path, shadowed: Path
+    program: list[str], config: Path, shadowed: Path
 ) -> None:
-    command = [sys.executable, "-m", *module, "--config", str(config), "--config", "absent.yaml"]
+    command = [*program, "--config", str(config), "--config", "absent.yaml"]
     result = subprocess.run(command, cwd=shadowed, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert result.returncode == 2, result
     assert "config absent.yaml: cannot be read" in result.stderr
