@@ -138,7 +138,7 @@ def test_the_optimizer_has_the_options_of_its_section_and_the_learning_rate_of_t
 
 @pytest.mark.usefixtures("_sealed")
 def test_a_compiled_service_compiles_at_its_start_and_not_in_updates(
-    services: Services, changed_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    services: Services, changed_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     graphs: list[Any] = []
 
@@ -147,7 +147,8 @@ def test_a_compiled_service_compiles_at_its_start_and_not_in_updates(
         return graph.forward
 
     capture_only(compile_nothing, monkeypatch)
-    client = services.start(Role.ACTOR, changed_config(actor={"compile": True}))
+    model = save_checkpoint(tiny.causal("gpt2", num_hidden_layers=1), tmp_path)  # Its layers are captured fast.
+    client = services.start(Role.ACTOR, changed_config(actor={"compile": True, "model": str(model)}))
     compiled = len(graphs)
     assert compiled > 0
     client.update(RUN, 1, 1, SETTINGS, LOSSES[Role.ACTOR]).result()
