@@ -200,7 +200,7 @@ class LimitedServicer(WeightServicer):
         for response in super().GetWeights(request, context):
             if self.rate:
                 with self._lock:
-                    time.sleep(response.ByteSize() / self.rate)
+                    time.sleep(len(response) / self.rate)
             yield response
 
 

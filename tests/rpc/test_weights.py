@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from quartet.codec.weights import weights_from_proto
+from quartet.codec.weights import weights_from_bytes
 from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import FailedPrecondition, InvalidRequest, NoResponse, QuartetError, ServiceBusy, ServiceUnavailable
 from quartet.rpc.base_servicers import WeightServicer
@@ -125,6 +125,17 @@ def test_processes_of_one_machine_share_memory_as_long_as_they_read_it(network: 
         mirrors[1].close()
         mirrors[1] = WeightMirror(num_threads=1)
         wait_until(lambda: not any(memory.readers for memory in source._memories))
+    for mirror in mirrors:
+        mirror.close()
+
+
+def test_leases_do_not_take_the_places_of_streams(network: Network) -> None:
+    tensors = weights()
+    client, _ = network.serve(network.source(tensors), max_streams=2)
+    mirrors = [WeightMirror(num_threads=1) for _ in range(5)]
+    for mirror in mirrors:
+        assert mirror.pull([client], RUN, 0, digest(tensors), timeout=20).way == "shared memory"
+    assert network.mirror().pull([client], RUN, 0, digest(tensors), timeout=20).way == "full"
     for mirror in mirrors:
         mirror.close()
 
@@ -294,6 +305,6 @@ def test_a_malformed_response_is_refused(case: str, network: Network) -> None:
 
 
 def test_the_samples_of_malformed_responses_are_otherwise_valid() -> None:
-    assert isinstance(weights_from_proto(manifest_with()), Manifest)
-    assert isinstance(weights_from_proto(tensor_with()), Manifest)
-    assert weights_from_proto(chunk_with())
+    assert isinstance(weights_from_bytes(manifest_with().SerializeToString()), Manifest)
+    assert isinstance(weights_from_bytes(tensor_with().SerializeToString()), Manifest)
+    assert weights_from_bytes(chunk_with().SerializeToString())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from google.protobuf.message import DecodeError
+
 from quartet.codec.checks import check_digest, within
 from quartet.codec.messages import content, from_message, numbers_of, to_message
 from quartet.errors import InvalidRequest
@@ -16,44 +18,124 @@ from quartet.weight_transfer.messages import (
     MAX_TENSOR_BYTES,
     MAX_TENSORS,
     Chunk,
+    Encoding,
     Manifest,
     Message,
     TensorLayout,
 )
 from quartet.weight_transfer.tensors import ITEM_BYTES
 
+WEIGHT_SERVICE = weights_pb2.DESCRIPTOR.services_by_name["WeightService"].full_name
 _TYPES = numbers_of(weights_pb2.WeightType.DESCRIPTOR)
 _TYPE_NAMES = {_TYPES[name]: name for name in ITEM_BYTES}
+_ENCODINGS = numbers_of(weights_pb2.ChunkEncoding.DESCRIPTOR)
+_ENCODING_NAMES = {_ENCODINGS[encoding]: encoding for encoding in Encoding}
+# Tags of protobuf, one byte each: the number of the field times 8, plus 2 for bytes and messages and 0 for integers.
+_CHUNKS = bytes([8 * weights_pb2.GetWeightsResponse.CHUNKS_FIELD_NUMBER + 2])
+_CHUNK = bytes([8 * weights_pb2.WeightChunks.CHUNKS_FIELD_NUMBER + 2])
+_TENSOR, _INDEX, _ENCODING, _DATA = (
+    bytes([8 * number + kind])
+    for number, kind in (
+        (weights_pb2.WeightChunk.TENSOR_FIELD_NUMBER, 0),
+        (weights_pb2.WeightChunk.INDEX_FIELD_NUMBER, 0),
+        (weights_pb2.WeightChunk.ENCODING_FIELD_NUMBER, 0),
+        (weights_pb2.WeightChunk.DATA_FIELD_NUMBER, 2),
+    )
+)
 
 
-def weights_to_proto(message: Message) -> weights_pb2.GetWeightsResponse:
-    """Convert one message of a stream of weights."""
-    if isinstance(message, Manifest):
-        places = message.places or ((0, 0),) * len(message.layouts)
-        tensors = [
-            {
-                "name": layout.name,
-                "dtype": _TYPES[layout.dtype],
-                "shape": layout.shape,
-                "digest": digest,
-                "region": region,
-                "offset": offset,
-            }
-            for layout, digest, (region, offset) in zip(message.layouts, message.digests, places, strict=True)
-        ]
-        manifest = content(weights_pb2.WeightManifest, message, tensors=tensors)
-        return to_message(weights_pb2.GetWeightsResponse, manifest=manifest)
-    return to_message(weights_pb2.GetWeightsResponse, chunks=content(weights_pb2.WeightChunks, chunks=message))
+def weights_to_bytes(message: Message) -> bytes:
+    """Return one message of a stream of weights, serialised. The bytes of chunks are copied once, not by protobuf."""
+    if not isinstance(message, Manifest):
+        parts: list[bytes | memoryview] = []
+        for chunk in message:
+            numbers = b"".join(
+                (
+                    _TENSOR,
+                    _varint(chunk.tensor),
+                    _INDEX,
+                    _varint(chunk.index),
+                    _ENCODING,
+                    _varint(_ENCODINGS[chunk.encoding]),
+                )
+            )
+            head = numbers + _DATA + _varint(len(chunk.data))
+            parts += [_CHUNK + _varint(len(head) + len(chunk.data)) + head, chunk.data]
+        return b"".join([_CHUNKS + _varint(sum(map(len, parts))), *parts])
+    places = message.places or ((0, 0),) * len(message.layouts)
+    tensors = [
+        {
+            "name": layout.name,
+            "dtype": _TYPES[layout.dtype],
+            "shape": layout.shape,
+            "digest": digest,
+            "region": region,
+            "offset": offset,
+        }
+        for layout, digest, (region, offset) in zip(message.layouts, message.digests, places, strict=True)
+    ]
+    manifest = content(weights_pb2.WeightManifest, message, tensors=tensors)
+    return to_message(weights_pb2.GetWeightsResponse, manifest=manifest).SerializeToString()
 
 
-def weights_from_proto(message: weights_pb2.GetWeightsResponse) -> Message:
+def weights_from_bytes(data: bytes) -> Message:
     """Return one message of a stream of weights. Raises InvalidRequest."""
+    if data.startswith(_CHUNKS) and (chunks := _read_chunks(memoryview(data))) is not None:
+        return _checked(chunks)
+    try:
+        message = weights_pb2.GetWeightsResponse.FromString(data)
+    except DecodeError as error:
+        raise InvalidRequest(f"weights: not a message of a stream of weights ({error})") from None
     kind = message.WhichOneof("content")
     if kind == "manifest":
         return _manifest(message.manifest)
     if kind == "chunks":
-        return _chunks(message.chunks)
+        return _checked(tuple(from_message(Chunk, each, "chunks") for each in message.chunks.chunks))
     raise InvalidRequest("weights: expected a manifest or chunks")
+
+
+def _read_chunks(data: memoryview) -> tuple[Chunk, ...] | None:
+    """Return chunks whose data are views of a message as ``weights_to_bytes`` makes it; None for any other message."""
+    chunks, end = [], len(data)
+    try:
+        length, at = _read_varint(data, len(_CHUNKS))
+        if at + length != end:
+            return None
+        while at < end:
+            fields = []
+            for tag in (_CHUNK, _TENSOR, _INDEX, _ENCODING, _DATA):
+                if data[at] != tag[0]:
+                    return None
+                value, at = _read_varint(data, at + 1)
+                fields.append(value)
+            _, tensor, index, encoding, size = fields
+            chunks.append(Chunk(tensor, index, _ENCODING_NAMES[encoding], data[at : at + size]))
+            at += size
+    except (IndexError, KeyError):
+        return None
+    return tuple(chunks) if at == end else None
+
+
+def _varint(value: int) -> bytes:
+    """Return an integer of at least 0 as protobuf's varint."""
+    result = bytearray()
+    while value >= 0x80:
+        result.append(value & 0x7F | 0x80)
+        value >>= 7
+    result.append(value)
+    return bytes(result)
+
+
+def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
+    """Return the varint at a place, of at most 32 bits, and the place after it. Raises IndexError."""
+    value = 0
+    for shift in range(0, 35, 7):
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise IndexError
 
 
 def _manifest(message: weights_pb2.WeightManifest) -> Manifest:
@@ -88,8 +170,8 @@ def _layout(message: weights_pb2.WeightTensor) -> TensorLayout:
     return layout
 
 
-def _chunks(message: weights_pb2.WeightChunks) -> tuple[Chunk, ...]:
-    chunks, size = tuple(from_message(Chunk, each, "chunks") for each in message.chunks), 0
+def _checked(chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+    size = 0
     for each in chunks:
         size += len(each.data)
         if not 1 <= len(each.data) <= MAX_ENCODED_BYTES or size > MAX_MESSAGE_DATA:

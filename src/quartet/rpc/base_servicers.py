@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -14,7 +14,7 @@ import grpc
 from quartet.codec.generation import generation_batch_from_proto
 from quartet.codec.messages import from_message, to_message
 from quartet.codec.updates import update_request_from_proto
-from quartet.codec.weights import weights_to_proto
+from quartet.codec.weights import WEIGHT_SERVICE, weights_to_bytes
 from quartet.contract.generation import GenerationBatch
 from quartet.contract.status import ServiceStatus
 from quartet.contract.update import OptimizationSettings, UpdateResult
@@ -22,8 +22,8 @@ from quartet.contract.weights import RestoreRequest, SavedFile, SaveKind, SaveRe
 from quartet.errors import Cancelled, DeadlinePassed, InvalidRequest, ServiceBusy
 from quartet.rpc.compute_thread import ComputeThread, remaining_time
 from quartet.rpc.limits import MAX_PENDING_SAVES, MAX_WEIGHT_STREAMS
-from quartet.v1 import generation_pb2, update_pb2, weights_pb2_grpc
-from quartet.weight_transfer.messages import WeightsRequest
+from quartet.v1 import generation_pb2, update_pb2, weights_pb2
+from quartet.weight_transfer.messages import Manifest, WeightsRequest
 from quartet.weight_transfer.store import WeightStore
 
 
@@ -258,7 +258,7 @@ class Commands:
         """End the other processes. Call it when no command runs."""
 
 
-class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
+class WeightServicer:
     """WeightService for a WeightStore. Streams run on the thread of their call, beside model work."""
 
     def __init__(self, store: WeightStore, max_streams: int = MAX_WEIGHT_STREAMS) -> None:
@@ -268,19 +268,24 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         self._slots = threading.BoundedSemaphore(max_streams)
 
     def register(self, server: grpc.Server) -> None:
-        """Add this servicer to a server."""
-        weights_pb2_grpc.add_WeightServiceServicer_to_server(self, server)
+        """Add this servicer to a server. Its responses are serialised already."""
+        handler = grpc.unary_stream_rpc_method_handler(self.GetWeights, weights_pb2.GetWeightsRequest.FromString)
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(WEIGHT_SERVICE, {"GetWeights": handler}),)
+        )
 
     def GetWeights(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         """Yield the manifest, then the chunks of the wanted version."""
         wanted = from_message(WeightsRequest, request)
         if not self._slots.acquire(blocking=False):
             raise ServiceBusy(f"weights: {self._max_streams} streams are open already; try another source, or later")
-        try:
+        with ExitStack() as slot:
+            slot.callback(self._slots.release)
             if not context.add_callback(self._store.wake):
                 raise Cancelled("weights: the caller is gone")
             with closing(self._store.stream(wanted, lambda: not context.is_active())) as messages:
                 for message in messages:
-                    yield weights_to_proto(message)
-        finally:
-            self._slots.release()
+                    if isinstance(message, Manifest) and message.regions:
+                        # Nothing more is sent: the stream is the lease of the caller.
+                        slot.close()
+                    yield weights_to_bytes(message)

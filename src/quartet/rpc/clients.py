@@ -19,7 +19,7 @@ from quartet.codec.messages import from_message, to_message
 from quartet.codec.scoring import scores_from_proto
 from quartet.codec.tensors import floats_from_proto
 from quartet.codec.updates import update_request_to_proto, update_result_from_proto
-from quartet.codec.weights import weights_from_proto
+from quartet.codec.weights import WEIGHT_SERVICE, weights_from_bytes
 from quartet.config.deployment import TimeoutsConfig
 from quartet.contract.arrays import FloatArray
 from quartet.contract.control import Progress, Setting, SettingChange
@@ -52,7 +52,6 @@ from quartet.v1 import (
     reward_pb2_grpc,
     update_pb2,
     weights_pb2,
-    weights_pb2_grpc,
 )
 from quartet.weight_transfer.messages import Message, WeightsRequest
 
@@ -454,7 +453,10 @@ class WeightClient:
     def __init__(self, role: Role, address: str, credentials: Credentials = LOCAL) -> None:
         """``role`` is the role expected at ``address``."""
         self._channel = ServiceChannel(role, address, credentials)
-        self._stub = weights_pb2_grpc.WeightServiceStub(self._channel.grpc_channel)
+        # The responses are read by the codec, which does not copy chunks.
+        self._get_weights = self._channel.grpc_channel.unary_stream(
+            f"/{WEIGHT_SERVICE}/GetWeights", weights_pb2.GetWeightsRequest.SerializeToString, None
+        )
 
     @property
     def address(self) -> str:
@@ -468,9 +470,9 @@ class WeightClient:
         iterator cancels the call.
         """
         message = to_message(weights_pb2.GetWeightsRequest, request)
-        with closing(self._channel.stream(self._stub.GetWeights, message, "GetWeights", timeout)) as responses:
+        with closing(self._channel.stream(self._get_weights, message, "GetWeights", timeout)) as responses:
             for response in responses:
-                yield weights_from_proto(response)
+                yield weights_from_bytes(response)
 
     def close(self) -> None:
         """Close the channel."""
