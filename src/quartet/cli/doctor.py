@@ -322,7 +322,8 @@ def _running_generator(config: Config, credentials: Credentials, address: str) -
 def _described_generator(process: ProcessStatus, status: ServiceStatus) -> str:
     held = status.last_transfer
     weights = (
-        f"weights of version {held.policy_version}, digest {held.weights_digest.hex()[:8]}"
+        f"weights of version {held.policy_version}, digest {held.weights_digest.hex()[:8]}, by {held.way} in "
+        f"{held.transfer_seconds + held.load_seconds:.2f} s"
         if held
         else "no weights yet"
     )

@@ -161,8 +161,9 @@ def test_a_fitting_generator_shows_engine_version_weights_and_guarantees(tmp_pat
         server.stop(0.0)
     assert (finding.where, finding.level) == (f"generator {server.address}", "ok")
     assert finding.what == (
-        f"torch, Quartet {__version__}, cpu, float32, weights of version 7, digest abababab, seeded yes, batch-invariant yes, "
-        "log-probs whole, weights tensors, digest read back, in-flight updates no, trial passed on A, AVX2, 1 thread"
+        f"torch, Quartet {__version__}, cpu, float32, weights of version 7, digest abababab, by delta in 0.75 s, "
+        "seeded yes, batch-invariant yes, log-probs whole, weights tensors, "
+        "digest read back, in-flight updates no, trial passed on A, AVX2, 1 thread"
     )
 
 
