@@ -67,11 +67,14 @@ class ChaosSetup:
         dynamic_sampling: bool = False,
         greedy_baselines: bool = False,
         fresh: bool = False,
+        generators: int = 0,
+        share_weights: bool = True,
     ) -> None:
         """``stale``: train one step off-policy. ``ranks``: processes of actor and of critic. ``turns``: with an environment.
 
         ``dynamic_sampling``: groups of two responses, with a reward function that scores some of them alike.
-        ``greedy_baselines``: estimator remax. ``fresh``: start commands as users do, without forks of the tests.
+        ``greedy_baselines``: estimator remax. ``fresh``: start commands as users do, without forks of the tests. ``generators``:
+        processes that generate instead of the actor, and may be killed any number of times; ``share_weights`` as in the config.
         """
         self.folder, self.fresh = folder.absolute(), fresh
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -102,6 +105,10 @@ class ChaosSetup:
                 for role in ("actor", "critic", "reward", "reference")
             },
         }
+        if generators:
+            tree["rollout"] |= {"generators": generators, "share_weights": share_weights}
+            tree["recovery"] |= {"max_restarts": 1000}
+            tree["services"]["generator"] = {"num_threads": 1}
         if turns:
             tree["rollout"] |= {"max_turns": turns, "max_turn_tokens": 6, "max_response_tokens": 24}
             tree["environment"] = {
