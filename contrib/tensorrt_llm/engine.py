@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,7 +137,8 @@ class TensorRTLLMEngine:
             self._adapter_folder = self._folder / f"adapter-{weights.version}"
             shutil.rmtree(self._adapter_folder, ignore_errors=True)
             write_adapter(self._adapter_folder, str(model), weights.adapter, adapter_tensors(weights))
-        self._weights = weights
+        # The tensors are not used any more, and may be gone.
+        self._weights = replace(weights, tensors={})
         self._start()
         if previous is not None and previous != self._adapter_folder:
             shutil.rmtree(previous, ignore_errors=True)

@@ -374,10 +374,13 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
         root, all_pulling = self._actor.channel.address, self._pulling.setdefault(digest, [])
         if generator.address not in all_pulling:
             all_pulling.append(generator.address)
-        holders = {other.address for other in self._all() if other.digest == digest}
-        # Those that asked first come first: on a machine without the actor, the first one has the copy that the others map.
-        asked = [address for address in all_pulling if address in self._by_address]
-        generators = [*asked, *sorted(holders.difference(asked))]
+        # A generator that maps the weights of another process has nothing to send.
+        copies = {each.address for each in self._all() if each.transfer and each.transfer.way in ("full", "delta")}
+        current = {each.address for each in self._all() if each.digest == digest}
+        holders = copies & current
+        asked = [address for address in all_pulling if address in self._by_address and address not in current]
+        # On a machine without the actor, the first one has the copy that the others map, also of the next version.
+        generators = [*sorted(holders), *sorted(asked, key=lambda address: address not in copies)]
         machines = {other.address: other.status.machine for other in self._all() if other.status is not None}
         machines[root] = self._actor_machine
         tree = distribution_tree(root, generators, holders, machines=machines)

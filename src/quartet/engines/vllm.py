@@ -95,7 +95,6 @@ class VLLMEngine:
         self._process = VLLMProcess(self._vllm)
         self._weights = VLLMWeights(self._process, served_model.model, self._folder)
         self._adapter: AdapterSettings | None = None
-        self._loaded: WeightSet | None = None
         # Held during an update, and while a generation begins.
         self._updating = threading.Lock()
         self._salt = ""
@@ -181,15 +180,12 @@ class VLLMEngine:
         if weights.adapter != self._adapter:
             raise ConfigError(f"{NAME}: the settings of the adapter changed; restart the generator")
         self._process.wake()
-        self._loaded = None
-        digests = self._weights.load(weights, changed)
-        self._loaded = weights
-        return digests
+        return self._weights.load(weights, changed)
 
     def held_digests(self, names: Collection[str]) -> Mapping[str, bytes]:
         """Return the digest of every weight that vLLM's processes hold now, whatever ``names``. See ``load_weights``."""
         with self._updating:
-            return self._weights.read_back(self._loaded) if self._loaded is not None else {}
+            return self._weights.read_back()
 
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: SamplingParameters, seed: int, cancelled: IsCancelled

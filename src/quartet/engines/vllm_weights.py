@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ class VLLMWeights:
         self._process, self._model, self._folder = process, model, folder
         self._modules: dict[str, list[str]] = {}
         self._lora_count = 0
+        # Of the last load: the regions of each tensor, their digests, and the adapter.
+        self._verified: tuple[dict[str, list[Any]], dict[str, bytes], AdapterSettings | None] | None = None
         self.lora: Any = None
         """LoRA request of the loaded adapter; None without one."""
 
@@ -37,19 +39,32 @@ class VLLMWeights:
 
         ``changed`` names the tensors that differ from the loaded version.
         """
+        self._verified = None
         base = base_tensors(weights)
         loaded = self._closure(set(changed) & base.keys())
         if loaded:
             self._load({name: base[name] for name in base if name in loaded})
-        digests = self._read_back(base)
+        held = self._held(base)
+        digests = {name: combined_regions(name, base[name], entries) for name, entries in held.items()}
+        self._verified = held, dict(digests), weights.adapter
         if weights.adapter is not None:
             digests |= self._load_adapter(weights, weights.adapter)
         return digests
 
-    def read_back(self, weights: WeightSet) -> dict[str, bytes]:
-        """Return the digests of what vLLM holds of the loaded ``weights``."""
-        digests = self._read_back(base_tensors(weights))
-        return digests | (self.read_back_adapter(weights.adapter) if weights.adapter is not None else {})
+    def read_back(self) -> dict[str, bytes]:
+        """Return the digests of what vLLM holds of the loaded weights; none without weights.
+
+        The regions are compared with those of the load, because the weights that were sent may be gone.
+        """
+        if self._verified is None:
+            return {}
+        held, digests, adapter = self._verified
+        now = self._held(digests)
+        result = {
+            name: digest if now[name] == held[name] else xxhash.xxh3_128_digest(json.dumps(now[name]).encode())
+            for name, digest in digests.items()
+        }
+        return result | (self.read_back_adapter(adapter) if adapter is not None else {})
 
     def _load(self, tensors: Mapping[str, HostTensor]) -> None:
         path = self._folder / "weights.safetensors"
@@ -71,18 +86,14 @@ class VLLMWeights:
         touched = {module for name in changed for module in self._modules[name]}
         return {name for name, modules in self._modules.items() if touched.intersection(modules)}
 
-    def _read_back(self, tensors: Mapping[str, HostTensor]) -> dict[str, bytes]:
-        """Return the digest of each tensor from the regions that the ranks hold.
+    def _held(self, names: Iterable[str]) -> dict[str, list[Any]]:
+        """Return the regions of each tensor that the ranks hold: offset, size, stride and digest.
 
         A region that is a part of a tensor is compared with the same part of the tensor that was sent. Equal regions that cover
         the tensor prove its content.
         """
         ranks = [json.loads(reply) for reply in self._process.rpc("quartet_digests")]
-        digests = {}
-        for name, tensor in tensors.items():
-            entries = [entry for rank in ranks for entry in rank.get(name, ())]
-            digests[name] = combined_regions(name, tensor, entries)
-        return digests
+        return {name: [entry for rank in ranks for entry in rank.get(name, ())] for name in names}
 
     def _load_adapter(self, weights: WeightSet, adapter: AdapterSettings) -> dict[str, bytes]:
         """Load the adapter under a new id, and return the digests of its matrices."""

@@ -123,8 +123,8 @@ CPU_PROCESS_BYTES = 512 * 2**20
 HOST_FRACTION = 0.85
 """Fraction of a container's memory that the formulas fill. The rest is for fragmentation and files in the page cache."""
 PUBLISHED_COPIES = 2
-"""Number of copies of the weights in an actor with separate generators, and in each generator: the newest version, and encoded
-differences to the ones before, which take less."""
+"""Number of copies of the weights in an actor with separate generators, and in each generator. Each step off-policy adds one; the
+values of a chart must contain it."""
 ONE_RANK = Parallel()
 
 

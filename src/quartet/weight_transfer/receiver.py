@@ -24,7 +24,7 @@ from quartet.weight_transfer.messages import (
     WeightPeer,
     WeightsRequest,
 )
-from quartet.weight_transfer.shared_memory import MappedRegion, SharedRegion, map_region
+from quartet.weight_transfer.shared_memory import map_region
 from quartet.weight_transfer.store import Link, LinkedStore, Position, apply_differences, check_names, version_of
 from quartet.weight_transfer.tensors import HostTensor, WeightSet, combined_digest, tensor_digest
 
@@ -85,7 +85,6 @@ class WeightMirror(LinkedStore):
         super().__init__(name, capacity, num_threads, shares)
         self._max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._lease: Iterator[Message] | None = None
-        self._mapped: dict[SharedRegion, MappedRegion] = {}
         # The version before, and the digests of its tensors.
         self._seen: tuple[bytes, Mapping[str, bytes]] = b"", {}
 
@@ -165,7 +164,6 @@ class WeightMirror(LinkedStore):
         """End the threads and all streams. Forget all weights."""
         self.release()
         super().close()
-        self._mapped = {}
 
     def _fail(self) -> None:
         """Tell the waiting streams that the version will not arrive."""
@@ -248,13 +246,9 @@ class WeightMirror(LinkedStore):
     def _map(self, manifest: Manifest, source: WeightPeer, start: float) -> PulledWeights:
         """Map the memory that a source shares. Raises _NotShared."""
         try:
-            mapped = {region: map_region(region, self._mapped.get(region)) for region in manifest.regions}
+            memory = [map_region(region) for region in manifest.regions]
         except QuartetError as error:
             raise _NotShared(str(error)) from None
-        # The regions of the version before come back, unless the process is another one.
-        pids = {region.pid for region in mapped}
-        self._mapped = {region: each for region, each in self._mapped.items() if region.pid in pids} | mapped
-        memory = [each.data for each in mapped.values()]
         tensors = {}
         for layout, (region, offset) in zip(manifest.layouts, manifest.places, strict=True):
             data = memory[region][offset : offset + layout.num_bytes]

@@ -16,19 +16,20 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import structlog
 
 from quartet.errors import InvalidRequest, OutOfMemory, ServiceUnavailable
 from quartet.system.machine import free_memory_bytes
 from quartet.weight_transfer.tensors import Bytes
 
+log = structlog.get_logger()
+
 ALIGNMENT = 64
 """Offsets of tensors are multiples of this number of bytes."""
 MIN_REGION_BYTES = 2**26
 """Minimum size of a region. Pages that are never written take no memory."""
-_SEALS = 0
-if hasattr(os, "memfd_create"):
-    # Nobody can resize the memory, and nobody else can map it for writing (F_SEAL_FUTURE_WRITE, which Python does not name).
-    _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x10
+# Nobody can resize the memory, and nobody else can map it for writing (F_SEAL_FUTURE_WRITE, which Python does not name).
+_SEALS = (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x10) if hasattr(fcntl, "F_SEAL_SHRINK") else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +39,6 @@ class SharedRegion:
     pid: int
     fd: int
     num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class MappedRegion:
-    """A region of another process, in the memory of this one: ``data`` uint8 [num_bytes], read-only."""
-
-    inode: int
-    data: Bytes
 
 
 class Memory:
@@ -69,6 +62,8 @@ class Region:
     """Memory that other processes can map. Pages that are never written take no memory."""
 
     def __init__(self, num_bytes: int) -> None:
+        """Raises OSError if the system refuses sealed memory."""
+        self.fd = -1
         self.fd = os.memfd_create("quartet-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, num_bytes)
         self.data: Bytes = np.frombuffer(mmap.mmap(self.fd, num_bytes), np.uint8)
@@ -77,44 +72,47 @@ class Region:
         self.free: dict[int, list[int]] = {}
         """Offsets that are free again, by size in bytes."""
 
+    def reuse(self, num_bytes: int) -> Memory | None:
+        """Return memory of this size that has been used before; None if there is none."""
+        free = self.free.get(num_bytes)
+        return self._memory(free.pop(), num_bytes) if free else None
+
     def take(self, num_bytes: int) -> Memory | None:
-        """Return memory of this size; None if there is no place for it."""
-        if free := self.free.get(num_bytes):
-            offset = free.pop()
-        elif self.used + num_bytes <= len(self.data):
-            offset, self.used = self.used, self.used + -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        else:
+        """Return memory of this size that has not been used; None if there is no place for it."""
+        if self.used + num_bytes > len(self.data):
             return None
+        offset, self.used = self.used, self.used + -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return self._memory(offset, num_bytes)
+
+    def _memory(self, offset: int, num_bytes: int) -> Memory:
         return Memory(self.data[offset : offset + num_bytes], self, offset)
 
     def __del__(self) -> None:
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 class Allocator:
-    """Memory for tensors: in regions where the system can share memory, otherwise private."""
+    """Memory for tensors: in regions if it is shared, otherwise private."""
 
-    def __init__(self) -> None:
-        self._regions: list[Region] = []
+    def __init__(self, shares: bool = True) -> None:
+        self._shares, self._regions = shares, list[Region]()
 
     def allocate(self, sizes: Sequence[int]) -> list[Memory]:
         """Return memory of these sizes in bytes. Raises OutOfMemory if the machine or container has less free memory."""
-        if not _SEALS:
-            return [Memory(np.empty(size, np.uint8)) for size in sizes]
-        found = [self._take(size) for size in sizes]
+        found = [next((each for region in self._regions if (each := region.reuse(size))), None) for size in sizes]
         missing = sum(size for size, memory in zip(sizes, found, strict=True) if memory is None)
         if missing > (free := free_memory_bytes()):
             raise OutOfMemory(
                 f"weights: {missing / 1e9:.2f} GB of memory are missing for a version, {free / 1e9:.2f} GB are free; give this "
                 "machine or container more memory (a container's limit includes the memory that it shares)"
             )
-        return [self._grown(size) if memory is None else memory for size, memory in zip(sizes, found, strict=True)]
+        return [self._new(size) if memory is None else memory for size, memory in zip(sizes, found, strict=True)]
 
-    def _take(self, size: int) -> Memory | None:
-        return next((memory for region in self._regions if (memory := region.take(size)) is not None), None)
-
-    def _grown(self, size: int) -> Memory:
-        memory = self._take(size)
+    def _new(self, size: int) -> Memory:
+        if not self._shares:
+            return Memory(np.empty(size, np.uint8))
+        memory = next((each for region in self._regions if (each := region.take(size))), None)
         if memory is None:
             # Each region is twice as large as the one before, so their number stays small.
             last = len(self._regions[-1].data) if self._regions else 0
@@ -130,23 +128,23 @@ def machine() -> str:
 
     It consists of the kernel's boot and the namespace of process numbers, so containers that do not share it differ.
     """
-    if not _SEALS:
-        return ""
     try:
+        Region(mmap.PAGESIZE)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.geteuid()}"
-    except OSError:
+    except (AttributeError, OSError) as error:  # No memfd: not Linux, an old kernel, or a sandbox that refuses it.
+        log.info("weights are not shared between processes", reason=str(error))
         return ""
 
 
-def map_region(region: SharedRegion, mapped: MappedRegion | None = None) -> MappedRegion:
-    """Map a region of another process on this machine, read-only, or return ``mapped`` if that is it.
+def map_region(region: SharedRegion) -> Bytes:
+    """Map a region of another process on this machine, read-only: uint8 [num_bytes].
 
-    Raises ServiceUnavailable if this process cannot open it, InvalidRequest if it is not a sealed memfd of this size.
+    Raises ServiceUnavailable if this process cannot open or map it, InvalidRequest if it is not a sealed memfd of this size.
     """
     try:
         # O_NONBLOCK: a pipe with this number must not wait for its other end.
-        fd = os.open(f"/proc/{region.pid}/fd/{region.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(f"/proc/{region.pid}/fd/{region.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise ServiceUnavailable(f"weights: cannot open the shared memory of process {region.pid}: {error}") from None
     try:
@@ -159,9 +157,8 @@ def map_region(region: SharedRegion, mapped: MappedRegion | None = None) -> Mapp
             raise InvalidRequest(
                 f"weights: descriptor {region.fd} of process {region.pid} is no sealed memory of {region.num_bytes} bytes"
             )
-        if mapped is not None and mapped.inode == status.st_ino:
-            return mapped
-        memory = mmap.mmap(fd, region.num_bytes, prot=mmap.PROT_READ)
-        return MappedRegion(status.st_ino, np.frombuffer(memory, np.uint8))
+        return np.frombuffer(mmap.mmap(fd, region.num_bytes, prot=mmap.PROT_READ), np.uint8)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ServiceUnavailable(f"weights: cannot map the shared memory of process {region.pid}: {error}") from None
     finally:
         os.close(fd)

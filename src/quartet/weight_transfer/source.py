@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from quartet.contract.weights import PublishedWeights
 from quartet.errors import InvalidRequest
+from quartet.system.machine import available_cores
 from quartet.weight_transfer.delta import encode
 from quartet.weight_transfer.messages import (
     CHUNK_BYTES,
@@ -34,7 +36,7 @@ from quartet.weight_transfer.tensors import (
     tensor_digest,
 )
 
-WINDOW_BYTES = 256 * 2**20
+WINDOW_BYTES = 2**30
 """Bytes of tensors that are hashed and copied together, so that several threads have work."""
 
 
@@ -77,6 +79,8 @@ class WeightSource(WeightStore):
         # Encoded differences between two versions, by their digests.
         self._deltas: dict[frozenset[bytes], list[Chunk]] = {}
         self._encoding = threading.Lock()
+        # Publications do not wait behind chunks that are encoded.
+        self._encoders = ThreadPoolExecutor(num_threads or available_cores(), thread_name_prefix="weight deltas")
 
     def publish(
         self,
@@ -146,6 +150,7 @@ class WeightSource(WeightStore):
         """End the threads and the streams that wait for a version. Forget all weights."""
         with self._state:
             self._places, self._spares, self._deltas = [], {}, {}
+        self._encoders.shutdown(wait=False, cancel_futures=True)
         super().close()
 
     @contextmanager
@@ -232,9 +237,12 @@ class WeightSource(WeightStore):
                     if old != new
                     for index in range(layouts[tensor].num_chunks)
                 ]
-                chunks = [chunk for chunk in self._in_parallel(_encode_chunk, parts) if chunk is not None]
+                chunks = [
+                    chunk for chunk in self._in_parallel(_encode_chunk, parts, self._encoders) if chunk is not None
+                ]
                 with self._state:
-                    self._deltas[pair] = chunks
+                    if pair <= {version.digest for version in self._versions}:
+                        self._deltas[pair] = chunks
         return chunks
 
     def _take(self, tensors: Iterable[tuple[str, HostTensor]], before: Mapping[str, _Tensor]) -> dict[str, _Tensor]:

@@ -69,7 +69,7 @@ class WeightStore:
         self._writer = threading.Lock()
         self._pool = ThreadPoolExecutor(num_threads or available_cores(), thread_name_prefix="weights")
         self._run = ""
-        self._allocator = Allocator()
+        self._allocator = Allocator(bool(self._machine))
         self._layouts: tuple[TensorLayout, ...] = ()
         self._memories: list[Memory] = []
         # Oldest first.
@@ -136,7 +136,7 @@ class WeightStore:
         with self._state:
             self._closed = True
             self._versions, self._memories, self._layouts = [], [], ()
-            self._allocator = Allocator()
+            self._allocator = Allocator(bool(self._machine))
             self._state.notify_all()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -210,11 +210,6 @@ class WeightStore:
             raise self._unknown(request)
         self._state.wait(remaining)
 
-    def _wait_for_change(self, cancelled: Callable[[], bool]) -> None:
-        if cancelled():
-            raise Cancelled(f"{self._name}: the caller of GetWeights is gone")
-        self._state.wait()
-
     def _unknown(self, request: WeightsRequest) -> FailedPrecondition:
         held = ", ".join(f"{version.number} ({version.digest.hex()})" for version in self._versions[-4:]) or "none"
         run = f" of run {self._run!r}" if self._run else ""
@@ -241,9 +236,11 @@ class WeightStore:
             self._run, version.number, version.digest, self._layouts, version.digests, version.adapter, None, 1, size
         )
 
-    def _in_parallel(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    def _in_parallel(
+        self, work: Callable[[Item], Result], items: Iterable[Item], pool: ThreadPoolExecutor | None = None
+    ) -> list[Result]:
         """Return the results of ``work`` in the order of the items. After an error, wait for all items that have started."""
-        futures = [self._pool.submit(work, item) for item in items]
+        futures = [(pool or self._pool).submit(work, item) for item in items]
         try:
             return [future.result() for future in futures]
         finally:

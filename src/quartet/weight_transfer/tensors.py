@@ -52,7 +52,7 @@ class WeightSet:
 
 DIGEST_BYTES = 16
 """Size of a digest."""
-BLOCK_BYTES = 2**18
+BLOCK_BYTES = 2**19
 """Bytes that are copied and then hashed."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,11 +125,22 @@ def test_memory_that_cannot_be_opened_is_sent_instead(
     assert_equal(result.weight_set, tensors)
 
 
-def test_a_place_beyond_the_region_is_not_read(source: WeightSource, mirror: WeightMirror) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: {"places": tuple((region, 2**60) for region, _ in manifest.places)},
+        lambda manifest: {"regions": tuple(replace(each, num_bytes=2**62) for each in manifest.regions)},
+        lambda manifest: {"regions": tuple(replace(each, num_bytes=0) for each in manifest.regions)},
+        lambda manifest: {"regions": tuple(replace(each, fd=2**20) for each in manifest.regions)},
+    ],
+)
+def test_of_a_manifest_with_wrong_places_the_bytes_are_sent(
+    change: Callable[[Manifest], dict[str, Any]], source: WeightSource, mirror: WeightMirror
+) -> None:
     def beyond(stream: Iterator[Any]) -> Iterator[Any]:
         for message in stream:
             if isinstance(message, Manifest) and message.regions:
-                yield replace(message, places=tuple((region, 2**60) for region, _ in message.places))
+                yield replace(message, **change(message))
             else:
                 yield message
 
@@ -202,7 +213,14 @@ def test_a_version_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch)
         OutOfMemory, match=r"1\.50 GB of memory are missing for a version, 1\.00 GB are free; give this machine"
     ):
         allocator.allocate([10**9, 5 * 10**8])
-    assert len(allocator.allocate([10**6])) == 1
+    (first,) = allocator.allocate([10**6])
+    monkeypatch.setattr(shared_memory, "free_memory_bytes", lambda: 0)
+    # The region has room, but nobody has written to it yet.
+    with pytest.raises(OutOfMemory):
+        allocator.allocate([10**6])
+    place = first.offset
+    del first
+    assert allocator.allocate([10**6])[0].offset == place
 
 
 def test_nothing_is_left() -> None:
@@ -214,9 +232,33 @@ def test_nothing_is_left() -> None:
     # A mapping has a descriptor, too.
     assert (opened(), mapped()) == (before[0] + 3, before[1] + 2)
     del result
+    mirror.release()
+    assert mapped() == before[1] + 1, "readers must not keep the memory of a process that has died"
     mirror.close()
     source.close()
     assert (opened(), mapped()) == before
+
+
+@pytest.mark.parametrize("refused", ["memfd_create", "seal"])
+def test_without_sealed_memory_weights_are_sent(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OSError("not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse) if refused == "memfd_create" else monkeypatch.setattr(
+        shared_memory.fcntl, "fcntl", refuse
+    )
+    machine.cache_clear()
+    try:
+        source, mirror = WeightSource(num_threads=1), WeightMirror(num_threads=1)
+        tensors = weights()
+        source.publish(0, tensors.items(), run=RUN)
+        result = pull(mirror, source, 0, tensors)
+        assert (result.way, source.machine) == ("full", "")
+        assert_equal(result.weight_set, tensors)
+    finally:
+        machine.cache_clear()
+    mirror.close()
+    source.close()
 
 
 PUBLISHER = """
@@ -245,10 +287,8 @@ def test_memory_outlives_a_killed_process_only_while_it_is_mapped() -> None:
         tensors = weights()
         process.kill()
         process.wait()
-        assert any(
-            held.data[: tensors["model.embed.weight"].data.nbytes].tobytes() == each.data.tobytes()
-            for each in tensors.values()
-        )
+        content = held.tobytes()
+        assert all(content.find(each.data.tobytes()) >= 0 for each in tensors.values())
         with pytest.raises(ServiceUnavailable):
             map_region(region)
         del held

@@ -84,14 +84,14 @@ def load_tensors(
         return tensor_digest(host_tensor(target))
 
     names = sorted(targets, key=lambda name: -targets[name].nbytes)
-    with ThreadPoolExecutor(available_cores(), thread_name_prefix="weights") as pool:
+    # torch accepts read-only arrays only with a warning. The filters are those of the process, so the threads do not change them.
+    with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(available_cores()) as pool:
         return dict(zip(names, pool.map(load, names), strict=True))
 
 
 def _write(target: torch.Tensor, source: HostTensor) -> None:
-    # torch accepts read-only arrays only with a warning, and NumPy has no bfloat16.
-    with warnings.catch_warnings(action="ignore"):
-        values = torch.from_numpy(source.data).view(_DTYPES[source.dtype])
+    # NumPy has no bfloat16.
+    values = torch.from_numpy(source.data).view(_DTYPES[source.dtype])
     target.copy_(values.view(source.shape))
 
 
