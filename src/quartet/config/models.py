@@ -80,7 +80,8 @@ class TrainedModelConfig(Section):
     compile: bool = False
     """Compile the transformer layers for updates with torch.compile. Results differ by rounding. The service compiles at its
     start, which takes minutes. Not run on a GPU. On a CPU it needs a C++ compiler, and linear layers do not use oneDNN. Not with
-    a parallel.tensor above 1. Off for models whose layers keep a state, such as hybrids of attention and Mamba."""
+    a parallel.tensor above 1. Off for models whose layers keep a state, such as hybrids of attention and Mamba, and in layers
+    that gradient_checkpointing recomputes."""
 
     @property
     def max_forward_tokens(self) -> int:

@@ -114,6 +114,14 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
     for name, trained in (("actor", config.actor), ("critic", config.critic)):
         if trained.schedule == "constant" and (name == "actor" or config.has_critic):
             yield name, ("final_learning_rate",), f"{name}.schedule is constant"
+        if trained.gradient_checkpointing:
+            yield (
+                name,
+                ("compile",),
+                f"{name}.gradient_checkpointing is true, and torch does not compile recomputed layers",
+            )
+    if not config.has_generators:
+        yield "rollout", ("share_weights",), "the actor generates, and its engine has the weights"
 
 
 def _given(config: Config, path: str, names: tuple[str, ...]) -> list[str]:
