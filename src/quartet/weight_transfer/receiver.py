@@ -85,6 +85,9 @@ class WeightMirror(LinkedStore):
         super().__init__(name, capacity, num_threads, shares)
         self._max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._lease: Iterator[Message] | None = None
+        # Addresses of sources whose memory cannot be mapped.
+        self._not_shared: set[str] = set()
+        self._explained: set[str] = set()
         # The version before, and the digests of its tensors.
         self._seen: tuple[bytes, Mapping[str, bytes]] = b"", {}
 
@@ -111,7 +114,7 @@ class WeightMirror(LinkedStore):
             if self._versions and self._run == run and self._find(version, digest) == len(self._versions) - 1:
                 return self._pulled(digest, frozenset(), 0, start, "", "held")
             errors: list[QuartetError] = []
-            shares, delta, remaining = True, True, list(sources)
+            delta, remaining = True, list(sources)
             for rounds in count(1):
                 busy = []
                 for source in remaining:
@@ -124,7 +127,7 @@ class WeightMirror(LinkedStore):
                             None if have is None else have.number,
                             b"" if have is None else have.digest,
                             wait_seconds,
-                            self._machine if shares else "",
+                            "" if source.address in self._not_shared else self._machine,
                         )
                         try:
                             return self._pull(source, request, deadline, start)
@@ -133,8 +136,8 @@ class WeightMirror(LinkedStore):
                             busy.append(source)
                             break
                         except _NotShared as error:
-                            log.warning("weights are not shared", source=source.address, reason=str(error))
-                            shares = False
+                            self._not_shared.add(source.address)
+                            self._explain(source, str(error))
                         except WrongWeights as error:
                             errors.append(ServiceFailed(str(error)))
                             if have is None:
@@ -164,6 +167,17 @@ class WeightMirror(LinkedStore):
         """End the threads and all streams. Forget all weights."""
         self.release()
         super().close()
+
+    def _explain(self, source: WeightPeer, reason: str) -> None:
+        """Say once for each source why its weights are sent."""
+        if self._machine and source.address not in self._explained:
+            self._explained.add(source.address)
+            log.info(
+                "weights are sent, not shared",
+                source=source.address,
+                reason=reason,
+                remedy="to share them, run both on one machine, as one user and in one namespace of processes and users",
+            )
 
     def _fail(self) -> None:
         """Tell the waiting streams that the version will not arrive."""
@@ -196,6 +210,9 @@ class WeightMirror(LinkedStore):
                 pulled = self._map(manifest, source, start)
                 self._lease = stream
                 return pulled
+            self._does_not_share(
+                source, "it is on another machine, of another user, or in another namespace of processes"
+            )
             base_digest = b"" if manifest.base_version is None else self._versions[-1].digest
             if manifest.base_version is None:
                 received = self._receive_everything(manifest, stream, request.run)

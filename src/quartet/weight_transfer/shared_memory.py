@@ -116,7 +116,12 @@ class Allocator:
         if memory is None:
             # Each region is twice as large as the one before, so their number stays small.
             last = len(self._regions[-1].data) if self._regions else 0
-            self._regions.append(Region(max(size, MIN_REGION_BYTES, 2 * last)))
+            try:
+                self._regions.append(Region(max(size, MIN_REGION_BYTES, 2 * last)))
+            except (OSError, ValueError) as error:  # A limit of file sizes or address space.
+                log.warning("weights are not shared between processes", reason=str(error))
+                self._shares = False
+                return self._new(size)
             memory = self._regions[-1].take(size)
             assert memory is not None
         return memory

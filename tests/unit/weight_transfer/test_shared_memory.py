@@ -123,6 +123,11 @@ def test_memory_that_cannot_be_opened_is_sent_instead(
     result = mirror.pull([peer], RUN, 0, digest(tensors), timeout=5)
     assert (result.way, [bool(request.machine) for request in peer.requests]) == ("full", [True, False])
     assert_equal(result.weight_set, tensors)
+    after = changed(tensors, 1)
+    source.publish(1, after.items(), run=RUN)
+    # It is tried once.
+    assert mirror.pull([peer], RUN, 1, digest(after), timeout=5).way == "delta"
+    assert [bool(request.machine) for request in peer.requests] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -257,6 +262,22 @@ def test_without_sealed_memory_weights_are_sent(refused: str, monkeypatch: pytes
         assert_equal(result.weight_set, tensors)
     finally:
         machine.cache_clear()
+    mirror.close()
+    source.close()
+
+
+def test_memory_that_cannot_grow_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OSError(27, "File too large")
+
+    machine()
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    source, mirror = WeightSource(num_threads=1), WeightMirror(num_threads=1)
+    for number, tensors in enumerate(history(3)):
+        source.publish(number, tensors.items(), run=RUN)
+        result = pull(mirror, source, number, tensors)
+        assert result.way == ("delta" if number else "full")
+        assert_equal(result.weight_set, tensors)
     mirror.close()
     source.close()
 
