@@ -210,9 +210,7 @@ class WeightMirror(LinkedStore):
                 pulled = self._map(manifest, source, start)
                 self._lease = stream
                 return pulled
-            self._does_not_share(
-                source, "it is on another machine, of another user, or in another namespace of processes"
-            )
+            self._explain(source, "it is on another machine, of another user, or in another namespace of processes")
             base_digest = b"" if manifest.base_version is None else self._versions[-1].digest
             if manifest.base_version is None:
                 received = self._receive_everything(manifest, stream, request.run)
