@@ -9,11 +9,9 @@ The limit is a plain copy of the same bytes from private to shared memory, by on
 from __future__ import annotations
 
 import json
-import logging
 import mmap
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -23,18 +21,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import structlog
 import torch
 
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of
-from benchmarks.weights import RUN, TIMEOUT, WeightRole, shapes
+from benchmarks.weights import RUN, TIMEOUT, Remote, WeightRole, obey, shapes
 from quartet.contract.status import Role
 from quartet.models.weights.host_tensors import load_tensors
 from quartet.rpc.base_servicers import WeightServicer
 from quartet.rpc.clients import WeightClient
 from quartet.rpc.server import Server
-from quartet.system.child_processes import tied_to_parent
 from quartet.system.machine import available_cores
 from quartet.weight_transfer.receiver import WeightMirror
 from quartet.weight_transfer.source import WeightSource
@@ -155,54 +151,22 @@ class Generator:
 
 
 def serve(kind: str, model: str) -> int:
-    """Run a process until its standard input ends. It obeys a JSON array per line, and prints a JSON value for each."""
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+    """Run a process of the measurement."""
     target = Actor(model) if kind == "actor" else Generator(model)
-    print(json.dumps(target.address), flush=True)
-    for line in sys.stdin:
-        name, *values = json.loads(line)
-        print(json.dumps(getattr(target, name)(*values)), flush=True)
-    return 0
-
-
-class Remote:
-    """A process of the measurement."""
-
-    def __init__(self, stack: ExitStack, kind: str, model: str) -> None:
-        command = tied_to_parent([sys.executable, "-m", "benchmarks.weight_ways", "serve", kind, model])
-        self._process = stack.enter_context(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        )
-        stack.callback(self._process.terminate)
-        self.address: str = self.receive()
-
-    def send(self, name: str, *values: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([name, *values]) + "\n")
-        self._process.stdin.flush()
-
-    def receive(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a process ended with status {self._process.wait()}; its error is above")
-        return json.loads(line)
+    return obey(target, target.address)
 
 
 def measure(model: str, way: str, count: int, rounds: int) -> Measured:
     """Return the medians of ``rounds`` versions."""
     with ExitStack() as stack:
-        actor = Remote(stack, "actor", model)
-        generators = [Remote(stack, "generator", model) for _ in range(count)]
+        actor, *generators = (
+            Remote(stack, kind, model, module="benchmarks.weight_ways") for kind in ("actor", *["generator"] * count)
+        )
         copies, publications, loads = [], [], []
         for version in range(WARM_UP + rounds):
-            actor.send("publish", version)
-            published = actor.receive()
+            published = actor.call("publish", version)
             for each in generators:
-                each.send("load", actor.address, version, published["digest"], way)
+                each.send("load", actor.first, version, published["digest"], way)
             seconds = max(each.receive() for each in generators)
             if version >= WARM_UP:
                 copies.append(published["copy"])

@@ -277,13 +277,18 @@ def serve(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weights serve")
     parser.add_argument("--generators", type=positive, help="number of generators; the actor without it")
     options = parser.parse_args(arguments)
+    target = Source() if options.generators is None else Generators(options.generators)
+    return obey(target, target.addresses)
+
+
+def obey(target: Any, first: Any) -> int:
+    """Print ``first``, then run the commands of a ``Remote`` until standard input ends."""
     # A source that is busy refuses calls, which is no error here. Standard output is for the results.
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    target = Source() if options.generators is None else Generators(options.generators)
-    print(json.dumps(target.addresses), flush=True)
+    print(json.dumps(first), flush=True)
     for line in sys.stdin:
         name, *values = json.loads(line)
         print(json.dumps(getattr(target, name)(*values)), flush=True)
@@ -291,34 +296,32 @@ def serve(arguments: Sequence[str]) -> int:
 
 
 class Remote:
-    """A server process."""
+    """A server process. ``first``: the value that it prints at its start."""
 
-    def __init__(self, stack: ExitStack, *options: str) -> None:
-        command = tied_to_parent([sys.executable, "-m", "benchmarks.weights", "serve", *options])
+    def __init__(self, stack: ExitStack, *options: str, module: str = "benchmarks.weights") -> None:
+        command = tied_to_parent([sys.executable, "-m", module, "serve", *options])
         self._process = stack.enter_context(
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
         stack.callback(self._process.terminate)
-        self.addresses: list[str] = self._read()
+        self.first: Any = self.receive()
 
     def call(self, name: str, *values: Any) -> Any:
         """Run a command and return its result."""
         self.send(name, *values)
-        return self._read()
+        return self.receive()
 
     def send(self, name: str, *values: Any) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([name, *values]) + "\n")
         self._process.stdin.flush()
 
-    def _read(self) -> Any:
+    def receive(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"a server process ended with status {self._process.wait()}; its error is above")
         return json.loads(line)
-
-    receive = _read
 
 
 # Measurements.
@@ -331,7 +334,7 @@ def transfers_of(
     layers = sum(name.endswith("o_proj.weight") for name in tensors)
     with ExitStack() as stack:
         source = Remote(stack)
-        client = WeightClient(Role.ACTOR, source.addresses[0])
+        client = WeightClient(Role.ACTOR, source.first[0])
         stack.callback(client.close)
         mirror = WeightMirror(shares=False)
         stack.callback(mirror.close)
@@ -385,12 +388,10 @@ def distribute(rounds: int) -> list[Distribution]:
     results = []
     with ExitStack() as stack:
         source = Remote(stack)
-        root = source.addresses[0]
+        root = source.first[0]
         workers = [Remote(stack, "--generators", str(max(GENERATORS) // PROCESSES)) for _ in range(PROCESSES)]
         # Neighbours in the tree are in different processes.
-        everyone = [
-            address for group in zip(*(worker.addresses for worker in workers), strict=True) for address in group
-        ]
+        everyone = [address for group in zip(*(worker.first for worker in workers), strict=True) for address in group]
         published = source.call("start", "BF16", 0, TREE_PARAMETERS)
 
         def pull(count: int, fan_out: int) -> float:
@@ -398,7 +399,7 @@ def distribute(rounds: int) -> list[Distribution]:
             tree = distribution_tree(root, addresses, fan_out=fan_out) if fan_out else dict.fromkeys(addresses, (root,))
             start = time.perf_counter()
             for worker in workers:
-                mine = {address: tree[address] for address in addresses if address in worker.addresses}
+                mine = {address: tree[address] for address in addresses if address in worker.first}
                 worker.send("pull", published["version"], published["digest"], mine)
             for worker in workers:
                 worker.receive()

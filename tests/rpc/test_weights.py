@@ -5,19 +5,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
-from quartet.codec.weights import weights_from_bytes
+from quartet.codec.weights import weights_from_bytes, weights_to_bytes
 from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import FailedPrecondition, InvalidRequest, NoResponse, QuartetError, ServiceBusy, ServiceUnavailable
 from quartet.rpc.base_servicers import WeightServicer
 from quartet.rpc.clients import WeightClient
 from quartet.rpc.server import Server
 from quartet.v1 import weights_pb2, weights_pb2_grpc
-from quartet.weight_transfer.messages import MAX_ENCODED_BYTES, MAX_TENSORS, Manifest, WeightsRequest
+from quartet.weight_transfer.messages import (
+    MAX_ENCODED_BYTES,
+    MAX_TENSORS,
+    Chunk,
+    Encoding,
+    Manifest,
+    WeightsRequest,
+)
 from quartet.weight_transfer.receiver import WeightMirror
 from quartet.weight_transfer.source import WeightSource
 from quartet.weight_transfer.store import WeightStore
@@ -308,3 +316,24 @@ def test_the_samples_of_malformed_responses_are_otherwise_valid() -> None:
     assert isinstance(weights_from_bytes(manifest_with().SerializeToString()), Manifest)
     assert isinstance(weights_from_bytes(tensor_with().SerializeToString()), Manifest)
     assert weights_from_bytes(chunk_with().SerializeToString())
+
+
+def test_chunks_are_written_and_read_in_the_format_of_protobuf() -> None:
+    chunks = (Chunk(0, 0, Encoding.RAW, b"a" * 300), Chunk(2**18, 300, Encoding.XOR_SPARSE, b"b"))
+    data = weights_to_bytes(chunks)
+    message = weights_pb2.GetWeightsResponse.FromString(data)
+    assert [(each.tensor, each.index, bytes(each.data)) for each in message.chunks.chunks] == [
+        (each.tensor, each.index, each.data) for each in chunks
+    ]
+    for form in (data, message.SerializeToString()):  # Protobuf leaves out a tensor and an index of 0.
+        read = weights_from_bytes(form)
+        assert isinstance(read, tuple)
+        assert [replace(each, data=bytes(each.data)) for each in read] == list(chunks)
+    for index in range(len(data)):
+        with pytest.raises(InvalidRequest):
+            weights_from_bytes(data[:index])
+    # The length of a chunk contradicts that of its data.
+    wrong = bytearray(data)
+    wrong[wrong.index(b"\x0a", 1) + 1] ^= 1
+    with pytest.raises(InvalidRequest):
+        weights_from_bytes(bytes(wrong))

@@ -108,9 +108,13 @@ def _read_chunks(data: memoryview) -> tuple[Chunk, ...] | None:
                     return None
                 value, at = _read_varint(data, at + 1)
                 fields.append(value)
-            _, tensor, index, encoding, size = fields
+                if tag is _CHUNK:
+                    begin = at
+            length, tensor, index, encoding, size = fields
             chunks.append(Chunk(tensor, index, _ENCODING_NAMES[encoding], data[at : at + size]))
             at += size
+            if at != begin + length:
+                return None
     except (IndexError, KeyError):
         return None
     return tuple(chunks) if at == end else None

@@ -26,8 +26,8 @@ from quartet.planner.workload import Workload, read_workload
 
 WEIGHT_RATES = {"shared memory": 2.5e9, "gRPC": 1e9}
 """Bytes/s from a trained policy to loaded generators, by the way that the weights take: publication, transfer and load together.
-Measured on two cores by `python -m benchmarks weights`: 5 GB/s each to publish to shared memory and to load from there, and 0.3
-to 1.3 GB/s over gRPC."""
+On two cores, `python -m benchmarks weight_ways` measures 4.0 GB/s by shared memory for one generator and 2.7 for two; over gRPC
+0.8 and 0.5, but there a delta of bfloat16 weights sends less than everything."""
 GROUP_COST = 0.02
 """A further group of devices must shorten a step by this fraction. Plans with fewer groups are simpler to run."""
 PHASES = ("generation", "weights", "scoring", "update")

@@ -118,6 +118,7 @@ class WeightMirror(LinkedStore):
             for rounds in count(1):
                 busy = []
                 for source in remaining:
+                    # By shared memory, as a delta, as everything.
                     for _ in range(3):
                         have = self._versions[-1] if self._versions and delta and self._run == run else None
                         request = WeightsRequest(
@@ -276,8 +277,8 @@ class WeightMirror(LinkedStore):
         self._seen = manifest.digest, digests
         with self._state:
             self._versions, self._links = [], []
-            self._failures += 1
-            self._state.notify_all()
+        # A mirror that maps has nothing to send.
+        self._fail()
         seconds = time.perf_counter() - start
         weights = WeightSet(manifest.version, manifest.digest, tensors, manifest.adapter)
         return PulledWeights(weights, base, changed, 0, seconds, source.address, "shared memory", digests)

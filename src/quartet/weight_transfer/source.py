@@ -93,9 +93,9 @@ class WeightSource(WeightStore):
 
         The source takes up to WINDOW_BYTES of ``tensors`` at a time, so they may be made one after the other. ``run``: name of
         the run, empty before the first update. If names, types or shapes differ from the version before, all earlier versions
-        are forgotten. Publishing the newest version again with the same weights changes nothing. The caller must not change the
-        weights during the call. Raises InvalidRequest for a tensor whose bytes do not fit its shape, OutOfMemory if there is no
-        memory for a copy. After an error, the source has no versions.
+        are forgotten. Publishing the newest version again with the same weights adds no version, but may forget the oldest one.
+        The caller must not change the weights during the call. Raises InvalidRequest for a tensor whose bytes do not fit its
+        shape, OutOfMemory if there is no memory for a copy. After an error, the source has no versions.
         """
         start = time.perf_counter()
         with self._writer:

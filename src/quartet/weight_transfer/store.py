@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -47,7 +48,7 @@ class Version:
     adapter: AdapterSettings | None
 
 
-class WeightStore:
+class WeightStore(ABC):
     """Weights of a window of versions. Thread-safe.
 
     Every version of the window can be served as everything or as a delta against any other one, the newest also as shared
@@ -162,9 +163,9 @@ class WeightStore:
                     raise Cancelled(f"{self._name}: the caller of GetWeights is gone")
                 yield message
 
+    @abstractmethod
     def _messages(self, request: WeightsRequest, wanted: int, cancelled: Callable[[], bool]) -> Messages:
         """Return the messages of a stream; ``wanted`` is the index of the version. The state's lock is held."""
-        raise NotImplementedError
 
     def _shares(self, request: WeightsRequest, memories: Sequence[Memory]) -> bool:
         """Return whether the caller can map the memory."""

@@ -283,7 +283,7 @@ def test_memory_that_cannot_grow_is_private(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 PUBLISHER = """
-import sys, time
+import signal
 from quartet.weight_transfer.source import WeightSource
 from quartet.weight_transfer.messages import WeightsRequest
 from quartet.weight_transfer.shared_memory import machine
@@ -294,7 +294,7 @@ stream = source.stream(WeightsRequest("run", 0, machine=machine()))
 manifest = next(stream)
 region = manifest.regions[0]
 print(region.pid, region.fd, region.num_bytes, flush=True)
-time.sleep(60)
+signal.pause()
 """
 
 
