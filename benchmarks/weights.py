@@ -236,7 +236,13 @@ class Source:
         tensors = self._trainer.weights()
         self._source.publish(version, tensors.items(), run=RUN)
         assert self._source.last is not None
-        return {**asdict(replace(self._source.last, digest=b"")), "digest": self._source.last.digest.hex()}
+        last = self._source.last
+        return {
+            "version": last.policy_version,
+            "digest": last.weights_digest.hex(),
+            "total_bytes": last.total_bytes,
+            "seconds": last.seconds,
+        }
 
 
 class Generators:
@@ -352,7 +358,7 @@ def transfers_of(
                 pulled = pull()
                 seconds.append(pulled.seconds)
                 publish.append(published["seconds"])
-            assert pulled.kind == ("delta" if distance else "full")
+            assert pulled.way == ("delta" if distance else "full")
             return Transfer(
                 dtype,
                 distance,

@@ -431,3 +431,14 @@ def test_the_table_of_the_start_compares_medians() -> None:
     assert text.startswith("3 runs each, a machine: ")
     assert "| seconds to the dashboard | 2.0 (1.0 to 6.0) | 6.0 (3.0 to 18.0) |" in text
     assert "| memory in MiB | 500 (500 to 500) | 500 (500 to 500) |" in text
+
+
+def test_the_source_of_weights_says_what_it_has_published() -> None:
+    source = weights.Source()
+    try:
+        first, second = source.start("BF16", 0, 1_000_000), source.step(1, 1e-3)
+    finally:
+        source._server.stop(0.0)
+        source._source.close()
+    assert (first["version"], second["version"], second["total_bytes"]) == (0, 1, 2_000_000)
+    assert first["digest"] != second["digest"]
