@@ -255,7 +255,7 @@ def manifest_with(**fields: Any) -> weights_pb2.GetWeightsResponse:
     """Return a valid manifest of one tensor, with other fields."""
     tensors = [weights_pb2.WeightTensor(name="w", dtype=weights_pb2.WEIGHT_TYPE_F32, shape=[2], digest=bytes(16))]
     message = weights_pb2.WeightManifest(
-        **{"run": RUN, "digest": bytes(16), "tensors": tensors, "num_links": 1, **fields}
+        **{"run": RUN, "digest": bytes(16), "tensors": tensors, "num_links": 1, "digest_version": 2, **fields}
     )
     return weights_pb2.GetWeightsResponse(manifest=message)
 
@@ -274,6 +274,7 @@ RESPONSES: dict[str, tuple[weights_pb2.GetWeightsResponse, str]] = {
     "nothing": (weights_pb2.GetWeightsResponse(), "expected a manifest or chunks"),
     "a short digest": (manifest_with(digest=b"x"), "digest: expected 16 bytes, got 1"),
     "no links": (manifest_with(num_links=0), "num_links 0"),
+    "digests of another version": (manifest_with(digest_version=1), "digest_version 1: expected 2"),
     "too many links": (manifest_with(num_links=65), "num_links 65: expected 1 to 64"),
     "too many tensors": (
         manifest_with(tensors=[weights_pb2.WeightTensor()] * (MAX_TENSORS + 1)),

@@ -23,7 +23,7 @@ from quartet.weight_transfer.messages import (
     Message,
     TensorLayout,
 )
-from quartet.weight_transfer.tensors import ITEM_BYTES
+from quartet.weight_transfer.tensors import DIGEST_VERSION, ITEM_BYTES
 
 WEIGHT_SERVICE = weights_pb2.DESCRIPTOR.services_by_name["WeightService"].full_name
 _TYPES = numbers_of(weights_pb2.WeightType.DESCRIPTOR)
@@ -74,7 +74,7 @@ def weights_to_bytes(message: Message) -> bytes:
         }
         for layout, digest, (region, offset) in zip(message.layouts, message.digests, places, strict=True)
     ]
-    manifest = content(weights_pb2.WeightManifest, message, tensors=tensors)
+    manifest = content(weights_pb2.WeightManifest, message, tensors=tensors, digest_version=DIGEST_VERSION)
     return to_message(weights_pb2.GetWeightsResponse, manifest=manifest).SerializeToString()
 
 
@@ -145,6 +145,10 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
 def _manifest(message: weights_pb2.WeightManifest) -> Manifest:
     if len(message.tensors) > MAX_TENSORS:
         raise InvalidRequest(f"tensors: expected at most {MAX_TENSORS}, got {len(message.tensors)}")
+    if message.digest_version != DIGEST_VERSION:
+        raise InvalidRequest(
+            f"digest_version {message.digest_version}: expected {DIGEST_VERSION}; run the same version of Quartet on both sides"
+        )
     check_digest(message.digest, "digest", required=True)
     layouts = tuple(map(_layout, message.tensors))
     digests = tuple(tensor.digest for tensor in message.tensors)

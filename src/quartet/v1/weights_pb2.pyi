@@ -178,7 +178,9 @@ class WeightTensor(_message.Message):
     dtype: Global___WeightType.ValueType
     """Element type."""
     digest: _builtins.bytes
-    """xxh3-128 of dtype, shape and bytes, big-endian: 16 bytes. The hashed text before the bytes is, for example, "BF16[896, 128]"."""
+    """xxh3-128, big-endian, of a text of dtype and shape, for example "BF16[896, 128]", followed by the xxh3-128 of each block of
+    512 KiB, the last one shorter: 16 bytes.
+    """
     region: _builtins.int
     """Index of the region that contains the tensor. 0 without regions."""
     offset: _builtins.int
@@ -252,6 +254,7 @@ class WeightManifest(_message.Message):
     NUM_LINKS_FIELD_NUMBER: _builtins.int
     DATA_BYTES_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
+    DIGEST_VERSION_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run. Empty if the service has not learned it yet."""
     version: _builtins.int
@@ -264,6 +267,8 @@ class WeightManifest(_message.Message):
     """Maximum number of chunks for the same range, at most 64: one for each version between both. 1 in a full set."""
     data_bytes: _builtins.int
     """Bytes of `data` of all chunks that follow. 0 with regions."""
+    digest_version: _builtins.int
+    """Version of the digests. 2, as here. Version 1 hashed the bytes of a tensor in sequence."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightTensor]:
         """Every tensor, sorted by the code points of its name. Chunks name a tensor by its index here."""
@@ -288,10 +293,11 @@ class WeightManifest(_message.Message):
         num_links: _builtins.int = ...,
         data_bytes: _builtins.int = ...,
         regions: _abc.Iterable[Global___SharedRegion] | None = ...,
+        digest_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_version", b"base_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_version", b"base_version", "data_bytes", b"data_bytes", "digest", b"digest", "num_links", b"num_links", "regions", b"regions", "run", b"run", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_version", b"base_version", "data_bytes", b"data_bytes", "digest", b"digest", "digest_version", b"digest_version", "num_links", b"num_links", "regions", b"regions", "run", b"run", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__base_version: _TypeAlias = _typing.Literal["base_version"]  # noqa: Y015
     _WhichOneofArgType__base_version: _TypeAlias = _typing.Literal["_base_version", b"_base_version"]  # noqa: Y015

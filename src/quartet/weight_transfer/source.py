@@ -32,8 +32,7 @@ from quartet.weight_transfer.tensors import (
     AdapterSettings,
     HostTensor,
     WeightSet,
-    copy_and_digest,
-    tensor_digest,
+    tensor_digests,
 )
 
 WINDOW_BYTES = 2**30
@@ -258,17 +257,14 @@ class WeightSource(WeightStore):
                 taken.append((after[name], tensor))
             # A tensor that has never changed needs no second place. It is read twice when it changes first.
             unknown = [each for each in taken if each[0].memory is None and each[0].before is not None]
-            for (target, _), digest in zip(unknown, self._in_parallel(_digest, unknown), strict=True):
-                target.digest = digest
+            self._hash(unknown)
             new = [target for target, _ in taken if target.memory is None and target.is_changed]
             for target, memory in zip(
                 new, self._allocator.allocate([target.layout.num_bytes for target in new]), strict=True
             ):
                 target.memory = memory
             copied = [each for each in taken if each[0].memory is not None]
-            copied.sort(key=lambda each: -each[0].layout.num_bytes)
-            for (target, _), digest in zip(copied, self._in_parallel(_copy, copied), strict=True):
-                target.digest = digest
+            self._hash(copied)
             for target, _ in taken:
                 if not target.is_changed and target.before is not None:
                     target.memory = target.before.memory
@@ -276,6 +272,12 @@ class WeightSource(WeightStore):
             window.clear()
             del taken, unknown, copied
         return after
+
+    def _hash(self, tensors: Sequence[tuple[_Tensor, HostTensor]]) -> None:
+        """Compute the digests of tensors, and copy those that have a place."""
+        parts = [(tensor, None if target.memory is None else target.memory.data) for target, tensor in tensors]
+        for (target, _), digest in zip(tensors, tensor_digests(parts, self._in_parallel), strict=True):
+            target.digest = digest
 
     def _spare(self, layout: TensorLayout) -> Memory | None:
         """Return memory of a tensor that no version uses and nobody reads; None if there is none."""
@@ -307,17 +309,6 @@ def _windows(tensors: Iterable[tuple[str, HostTensor]]) -> Iterator[list[tuple[s
             window, size = [], 0
     if window:
         yield window
-
-
-def _digest(part: tuple[_Tensor, HostTensor]) -> bytes:
-    return tensor_digest(part[1])
-
-
-def _copy(part: tuple[_Tensor, HostTensor]) -> bytes:
-    """Copy a tensor to its place, and return its digest."""
-    target, tensor = part
-    assert target.memory is not None
-    return copy_and_digest(tensor, target.memory.data)
 
 
 def _encode_chunk(part: tuple[int, TensorLayout, int, Memory, Memory]) -> Chunk | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import xxhash
@@ -52,28 +52,67 @@ class WeightSet:
 
 DIGEST_BYTES = 16
 """Size of a digest."""
+DIGEST_VERSION = 2
+"""Version of ``tensor_digest``: 1 hashed all bytes of a tensor in sequence, 2 hashes its blocks."""
 BLOCK_BYTES = 2**19
-"""Bytes that are copied and then hashed."""
+"""Tensors are hashed in blocks at multiples of this number of bytes. A block stays in a processor's cache."""
+PIECE_BYTES = 2**26
+"""Maximum bytes of a tensor that one thread hashes at a time, a multiple of BLOCK_BYTES."""
+Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+"""``map``, or that of a pool of threads."""
 
 
 def tensor_digest(tensor: HostTensor) -> bytes:
-    """Return the xxh3-128 of a tensor's dtype, shape and bytes: 16 bytes."""
-    digest = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
-    digest.update(tensor.data.data)
-    return digest.digest()
+    """Return the digest of a tensor: 16 bytes.
 
-
-def copy_and_digest(tensor: HostTensor, target: Bytes) -> bytes:
-    """Copy the bytes of a tensor to ``target``, uint8 of the same size. Return the digest of the bytes that are there then.
-
-    Each block is hashed while it is in the processor's cache, so this takes little longer than the copy.
+    It is the xxh3-128 of dtype and shape, such as "BF16[896, 128]", followed by the xxh3-128 of each block. So threads, and ranks
+    that hold a part of a tensor, can hash at the same time.
     """
-    digest = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
-    for begin in range(0, len(target), BLOCK_BYTES):
-        block = target[begin : begin + BLOCK_BYTES]
-        block[:] = tensor.data[begin : begin + BLOCK_BYTES]
-        digest.update(block.data)
+    return tensor_digests([(tensor, None)])[0]
+
+
+def tensor_digests(tensors: Sequence[tuple[HostTensor, Bytes | None]], in_parallel: Map = map) -> list[bytes]:
+    """Return the digest of each tensor. With a target, uint8 of the same size: copy its bytes there, and hash them there.
+
+    Each block is hashed while it is in the processor's cache, so this takes little longer than a copy.
+    """
+    pieces = [
+        (tensor.data[begin : begin + PIECE_BYTES], None if target is None else target[begin : begin + PIECE_BYTES])
+        for tensor, target in tensors
+        for begin in range(0, len(tensor.data), PIECE_BYTES)
+    ]
+    # Small pieces fill the gaps at the end.
+    order = sorted(range(len(pieces)), key=lambda index: -len(pieces[index][0]))
+    blocks = dict(zip(order, in_parallel(_block_digests, [pieces[index] for index in order]), strict=True))
+    digests, done = [], 0
+    for tensor, _ in tensors:
+        begin, done = done, done + -(-len(tensor.data) // PIECE_BYTES)
+        digests.append(joined_digest(tensor.dtype, tensor.shape, b"".join(map(blocks.__getitem__, range(begin, done)))))
+    return digests
+
+
+def joined_digest(dtype: TensorType, shape: tuple[int, ...], blocks: bytes) -> bytes:
+    """Return the digest of a tensor from the digests of its blocks, one after the other."""
+    digest = xxhash.xxh3_128(f"{dtype}{list(shape)}".encode())
+    digest.update(blocks)
     return digest.digest()
+
+
+def block_digests(data: Bytes, target: Bytes | None = None) -> bytes:
+    """Return the digest of each block of ``data``, 16 bytes each. With a ``target``, see ``tensor_digests``."""
+    digests = []
+    for begin in range(0, len(data), BLOCK_BYTES):
+        block = data[begin : begin + BLOCK_BYTES]
+        if target is not None:
+            copy = target[begin : begin + BLOCK_BYTES]
+            copy[:] = block
+            block = copy
+        digests.append(xxhash.xxh3_128_digest(block.data))
+    return b"".join(digests)
+
+
+def _block_digests(piece: tuple[Bytes, Bytes | None]) -> bytes:
+    return block_digests(*piece)
 
 
 def combined_digest(digests: Mapping[str, bytes]) -> bytes:

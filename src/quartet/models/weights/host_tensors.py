@@ -14,10 +14,11 @@ from quartet.models.workers.workers import SINGLE, Workers
 from quartet.system.machine import available_cores
 from quartet.weight_transfer.tensors import (
     AdapterSettings,
+    Bytes,
     HostTensor,
     TensorType,
-    copy_and_digest,
     tensor_digest,
+    tensor_digests,
 )
 
 _NAMES: dict[torch.dtype, TensorType] = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -75,18 +76,22 @@ def load_tensors(
             )
     copied = frozenset(changed)
 
-    def load(name: str) -> bytes:
-        target = targets[name].detach()
-        if name in copied and target.device.type == "cpu" and target.is_contiguous():
-            return copy_and_digest(tensors[name], target.flatten().view(torch.uint8).numpy())
-        if name in copied:
-            _write(target, tensors[name])
-        return tensor_digest(host_tensor(target))
+    on_host = [name for name, target in targets.items() if target.device.type == "cpu" and target.is_contiguous()]
 
-    names = sorted(targets, key=lambda name: -targets[name].nbytes)
+    def place(name: str) -> tuple[HostTensor, Bytes | None]:
+        held = host_tensor(targets[name])
+        return (tensors[name], held.data) if name in copied else (held, None)
+
+    def load(name: str) -> bytes:
+        if name in copied:
+            _write(targets[name].detach(), tensors[name])
+        return tensor_digest(host_tensor(targets[name]))
+
     # torch accepts read-only arrays only with a warning. The filters are those of the process, so the threads do not change them.
     with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(available_cores()) as pool:
-        return dict(zip(names, pool.map(load, names), strict=True))
+        digests = dict(zip(on_host, tensor_digests(list(map(place, on_host)), pool.map), strict=True))
+        others = sorted(targets.keys() - digests.keys(), key=lambda name: -targets[name].nbytes)
+        return digests | dict(zip(others, pool.map(load, others), strict=True))
 
 
 def _write(target: torch.Tensor, source: HostTensor) -> None:
