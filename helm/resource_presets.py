@@ -28,7 +28,6 @@ from quartet.planner.helm_values import (
     CPU_PROCESS_BYTES,
     GPU_PROCESS_BYTES,
     HOST_FRACTION,
-    PUBLISHED_COPIES,
     HostMemory,
     generator_host_memory,
     host_memory,
@@ -118,8 +117,7 @@ def _entry(millicpus: tuple[int, int], process: float, roles: dict[Role, HostMem
 
 
 def _parts(memory: HostMemory) -> dict[str, int]:
-    parts = {**asdict(memory), "published": PUBLISHED_COPIES * memory.load}
-    return {name: math.ceil(size / HOST_FRACTION / MIB) for name, size in parts.items()}
+    return {name: math.ceil(size / HOST_FRACTION / MIB) for name, size in asdict(memory).items()}
 
 
 def _config(dtype: str) -> Config:

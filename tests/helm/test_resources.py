@@ -81,7 +81,7 @@ def test_a_preset_gives_the_memory_of_the_planner(size: str) -> None:
 
 def memory_of(entry: dict[str, int]) -> HostMemory:
     """Return the memory of a role of a preset, whose parts include what a container keeps free."""
-    return HostMemory(**{name: HOST_FRACTION * size for name, size in entry.items() if name != "published"})
+    return HostMemory(**{name: HOST_FRACTION * size for name, size in entry.items()})
 
 
 def rounded(mebibytes: float) -> int:
@@ -104,10 +104,12 @@ def test_the_nodes_of_a_group_divide_the_memory_as_in_the_planner(parallel: dict
     assert amount(containers(values)["actor"]["resources"]["limits"]["memory"]) == expected
 
 
-def test_an_actor_with_generators_has_memory_for_the_weights_that_it_publishes() -> None:
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_actor_with_generators_has_memory_for_the_versions_that_it_publishes(steps: int) -> None:
     memory = memory_of(PRESETS["3b"]["gpu"]["roles"]["actor"])
-    result = containers(example("vllm-generators"))["actor"]["resources"]["limits"]["memory"]
-    assert amount(result) == rounded(memory.pod_bytes(1, publishes=True)) * MIB + 8 * 2**30
+    values = changed("vllm-generators", config__rollout__max_off_policy_steps=steps)
+    result = containers(values)["actor"]["resources"]["limits"]["memory"]
+    assert amount(result) == rounded(memory.pod_bytes(1, published=2 + steps)) * MIB + 8 * 2**30
 
 
 def test_the_ranks_of_a_pod_multiply_its_cpus() -> None:

@@ -64,7 +64,7 @@ src/quartet/planner/helm_values.py. Values of a component replace those of the p
 {{- $parts := divf (dig "parallel" "replicate" 1 $service) (int $component.nodes) -}}
 {{- $loading := mulf $entry.load $models (gt (int (dig "parallel" "tensor" 1 $service)) 1 | ternary $ranks $parts) -}}
 {{- $copies := mulf $entry.state (minf 1.0 $parts) -}}
-{{- if and (eq $role "actor") (include "quartet.hasGenerators" $root) }}{{ $copies = addf $copies $entry.published }}{{ end -}}
+{{- if and (eq $role "actor") (include "quartet.hasGenerators" $root) }}{{ $copies = addf $copies (mulf $entry.version (add 2 (dig "max_off_policy_steps" 0 (default dict $root.Values.config.rollout)))) }}{{ end -}}
 {{- if dig "offload" "optimizer" false $service }}{{ $copies = addf $copies (mulf $entry.moments $parts) }}{{ end -}}
 {{- $memory = addf $memory (mulf $entry.process $ranks) (maxf $loading $copies) -}}
 {{- end -}}

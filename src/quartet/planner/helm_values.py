@@ -88,8 +88,9 @@ def _component(plan: Plan, group: Sequence[Placement]) -> Tree:
         replicas, size = size // first.parallel.tensor, first.parallel.tensor
     elif size > plan.cluster.per_node:
         nodes, size = size // plan.cluster.per_node, plan.cluster.per_node
-    publishes = any(each.role is Role.GENERATOR for each in plan.placed.placements)
-    memory = sum(_pod_bytes(each, size, nodes, on_gpu, publishes) for each in group)
+    has_generators = any(each.role is Role.GENERATOR for each in plan.placed.placements)
+    published = PUBLISHED_COPIES + plan.load.off_policy if has_generators else 0
+    memory = sum(_pod_bytes(each, size, nodes, on_gpu, published) for each in group)
     if first.role is not Role.GENERATOR and size * nodes > 1:
         memory += SHARED_MEMORY_BYTES
     requests, limits = (size * cpus for cpus in (GPU_CPUS if on_gpu else CPU_CPUS))
@@ -107,13 +108,13 @@ def _component(plan: Plan, group: Sequence[Placement]) -> Tree:
     return component
 
 
-def _pod_bytes(each: Placement, ranks: int, nodes: int, on_gpu: bool, publishes: bool) -> float:
+def _pod_bytes(each: Placement, ranks: int, nodes: int, on_gpu: bool, published: int) -> float:
     device_bytes = 0.0 if on_gpu else sum(each.memory.values())
     if each.role is Role.GENERATOR:
         return generator_host_memory(each.work, on_gpu, device_bytes).pod_bytes(ranks)
     memory = host_memory(each.work, on_gpu, device_bytes)
-    actor = each.role is Role.ACTOR
-    return memory.pod_bytes(ranks, nodes, each.parallel, publishes and actor, each.offload)
+    versions = published if each.role is Role.ACTOR else 0
+    return memory.pod_bytes(ranks, nodes, each.parallel, versions, each.offload)
 
 
 GPU_PROCESS_BYTES = 4 * 2**30
@@ -123,35 +124,37 @@ CPU_PROCESS_BYTES = 512 * 2**20
 HOST_FRACTION = 0.85
 """Fraction of a container's memory that the formulas fill. The rest is for fragmentation and files in the page cache."""
 PUBLISHED_COPIES = 2
-"""Number of copies of the weights in an actor with separate generators, and in each generator. Each step off-policy adds one; the
-values of a chart must contain it."""
+"""Number of versions of the weights in an actor with separate generators, besides one for each step off-policy."""
+RECEIVED_COPIES = 2
+"""Number of copies of the weights that a generator may have while it takes a version."""
 ONE_RANK = Parallel()
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes of host memory of a role. ``process``: of each rank. ``load``: of one copy of the weights.
+    """Bytes of host memory of a role. ``process``: of each rank. ``load``: of the weights while they are loaded.
 
     ``state``: of the copy of weights and optimizer that a checkpoint needs, 0 for a frozen model. ``moments``: of the optimizer's
-    moments, which are in host memory with ``offload.optimizer``.
+    moments, which are in host memory with ``offload.optimizer``. ``version``: of one version of the weights for generators.
     """
 
     process: float
     load: float
     state: float = 0.0
     moments: float = 0.0
+    version: float = 0.0
 
     def pod_bytes(
-        self, ranks: int, nodes: int = 1, parallel: Parallel = ONE_RANK, publishes: bool = False, offload: bool = False
+        self, ranks: int, nodes: int = 1, parallel: Parallel = ONE_RANK, published: int = 0, offload: bool = False
     ) -> float:
         """Return the bytes of a pod with ``ranks`` of a group over ``nodes`` pods.
 
-        ``publishes``: generators take the weights. ``offload``: the moments are in host memory. Each rank loads its part of the
+        ``published``: versions for generators. ``offload``: the moments are in host memory. Each rank loads its part of the
         model, or all of it if the group is tensor parallel. Loading ends before the copies for checkpoints are made.
         """
         parts = parallel.replicate / nodes
         loading = self.load * (ranks if parallel.tensor > 1 else parts)
-        copies = self.state * min(1.0, parts) + (PUBLISHED_COPIES * self.load if publishes else 0.0)
+        copies = self.state * min(1.0, parts) + published * self.version
         copies += self.moments * parts if offload else 0.0
         return (self.process * ranks + max(loading, copies)) / HOST_FRACTION
 
@@ -163,18 +166,21 @@ def host_memory(work: RoleWork, on_gpu: bool, device_bytes: float = 0.0) -> Host
     are in host memory.
     """
     trained = training_state(work.trained, work.trained, work.dtype_bytes, FLOAT32_BYTES if work.is_lora else None)
-    state = trained.parameters + trained.master_weights + trained.moments
+    state, weights = (
+        trained.parameters + trained.master_weights + trained.moments,
+        float(work.dtype_bytes * work.parameters),
+    )
     if work.has_average:
         # The average, and its copy while it is saved. Without a GPU the planner counts the first.
         state += FLOAT32_BYTES * work.trained * (1 + on_gpu)
     if not on_gpu:
-        return HostMemory(CPU_PROCESS_BYTES + device_bytes, 0.0, state)
-    return HostMemory(float(GPU_PROCESS_BYTES), float(work.dtype_bytes * work.parameters), state, trained.moments)
+        return HostMemory(CPU_PROCESS_BYTES + device_bytes, 0.0, state, version=weights)
+    return HostMemory(float(GPU_PROCESS_BYTES), weights, state, trained.moments, weights)
 
 
 def generator_host_memory(work: RoleWork, on_gpu: bool, device_bytes: float = 0.0) -> HostMemory:
     """Return the host memory of a generator: its engine, one process for each GPU, and the weights that it receives."""
     load = float(work.dtype_bytes * work.parameters)
     if not on_gpu:
-        return HostMemory(CPU_PROCESS_BYTES + device_bytes, 0.0, PUBLISHED_COPIES * load)
-    return HostMemory(float(GPU_PROCESS_BYTES), load, GPU_PROCESS_BYTES + PUBLISHED_COPIES * load)
+        return HostMemory(CPU_PROCESS_BYTES + device_bytes, 0.0, RECEIVED_COPIES * load)
+    return HostMemory(float(GPU_PROCESS_BYTES), load, GPU_PROCESS_BYTES + RECEIVED_COPIES * load)

@@ -70,7 +70,7 @@ class Workload:
     mini_batches: int
     temperature: float
     engine: str
-    off_policy: bool
+    off_policy: int
     remote: tuple[str, ...] = ()
 
     @property
@@ -137,7 +137,7 @@ def read_workload(
         mini_batches=config.algorithm.num_mini_batches,
         temperature=config.rollout.temperature,
         engine=config.rollout.engine,
-        off_policy=config.rollout.max_off_policy_steps > 0,
+        off_policy=config.rollout.max_off_policy_steps,
         remote=tuple(dict.fromkeys(remote)),
     )
 
