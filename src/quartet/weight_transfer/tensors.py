@@ -58,6 +58,8 @@ BLOCK_BYTES = 2**19
 """Tensors are hashed in blocks at multiples of this number of bytes. A block stays in a processor's cache."""
 PIECE_BYTES = 2**26
 """Maximum bytes of a tensor that one thread hashes at a time, a multiple of BLOCK_BYTES."""
+MIN_PARALLEL_BYTES = 2**24
+"""Bytes from which on threads hash: to start them takes longer than to hash a small model."""
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 """``map``, or that of a pool of threads."""
 
@@ -81,6 +83,8 @@ def tensor_digests(tensors: Sequence[tuple[HostTensor, Bytes | None]], in_parall
         for tensor, target in tensors
         for begin in range(0, len(tensor.data), PIECE_BYTES)
     ]
+    if sum(tensor.data.nbytes for tensor, _ in tensors) < MIN_PARALLEL_BYTES:
+        in_parallel = map
     # Small pieces fill the gaps at the end.
     order = sorted(range(len(pieces)), key=lambda index: -len(pieces[index][0]))
     blocks = dict(zip(order, in_parallel(_block_digests, [pieces[index] for index in order]), strict=True))
