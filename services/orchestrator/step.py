@@ -157,7 +157,7 @@ class StepTransaction:
             # The actor is ready for the next step, even if the critic still trains.
             if calls[Role.ACTOR].done() and not published:
                 published = True
-                self._preparation.policy_updated()
+                self._preparation.policy_updated(leadership.epoch, calls[Role.ACTOR].result().publication)
             if calls[Role.ACTOR].done() and continues_directly(step):
                 self.start_generations(step + 1, step, leadership)
 

@@ -9,6 +9,7 @@ from quartet.config.live_settings import with_values
 from quartet.contract.generation import GenerationBatch, GenerationRequest, requests_of
 from quartet.contract.status import Role
 from quartet.contract.trajectory import Prompt
+from quartet.contract.weights import PublishedWeights
 from quartet.data.evaluation import episode_settings, run_sampling
 from quartet.errors import FailedPrecondition
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step
@@ -60,8 +61,9 @@ class StepPreparation:
         self._started.clear()
         self._collector.reset()
 
-    def policy_updated(self) -> None:
-        self._run.generation.policy_updated()
+    def policy_updated(self, leader_epoch: int, publication: PublishedWeights | None) -> None:
+        """Pass on that the actor has published a policy version. See ``Generation.policy_updated``."""
+        self._run.generation.policy_updated(leader_epoch, publication)
 
     def take_metrics(self, policy_version: int) -> dict[str, float]:
         """Return metrics of the generators, see ``Generation.take_metrics``."""

@@ -94,7 +94,10 @@ RECORDS: list[tuple[Any, st.SearchStrategy[Any]]] = [
     (update_pb2.SaveRequest, st.builds(SaveRequest, names, names, st.sampled_from(SaveKind), uint64, steps)),
     (update_pb2.RestoreRequest, st.builds(RestoreRequest, names, uint64, names, uint64)),
     (update_pb2.SavedFile, st.builds(SavedFile, names, uint64, names)),
-    (update_pb2.UpdateResponse, st.builds(UpdateResult, uint64, uint64, st.dictionaries(names, strategies.doubles))),
+    (
+        update_pb2.UpdateResponse,
+        st.builds(UpdateResult, uint64, uint64, st.dictionaries(names, strategies.doubles), st.none() | publications),
+    ),
     (reference_pb2.ReferenceVersion, st.builds(ReferenceVersion, uint64, names, st.binary(min_size=32, max_size=32))),
     (generation_pb2.WeightTransfer, strategies.weight_transfers),
     (status_pb2.WeightPublication, publications),

@@ -14,6 +14,7 @@ from quartet.config.root import Config
 from quartet.contract.generation import EngineProperties, GenerationBatch
 from quartet.contract.status import GeneratorInfo, Role
 from quartet.contract.trajectory import Trajectory
+from quartet.contract.weights import PublishedWeights
 from quartet.errors import BufferFailed, QuartetError, WeightsChanged
 from quartet.preflight.repeatability import repeatability_notes
 from quartet.rpc.clients import ActorClient, GenerationClient
@@ -62,8 +63,11 @@ class Generation(Protocol):
     def start(self, batch: GenerationBatch) -> tuple[GenerationBatch, PendingTrajectories]:
         """Start to generate. Return the batch with the digest that its trajectories must carry, and the pending result."""
 
-    def policy_updated(self) -> None:
-        """Take note that the actor has published a policy version. With in-flight updates, generators get it at once."""
+    def policy_updated(self, leader_epoch: int, publication: PublishedWeights | None) -> None:
+        """Take note that the actor has published a policy version, if it publishes any.
+
+        Idle generators get it at once, with in-flight updates also those that generate.
+        """
 
     def wait_until_ready(self, timeout: float, check_alive: Callable[[], None]) -> None:
         """Wait until there is a generator. ``check_alive`` may raise to end the wait. Raises ServiceUnavailable."""
@@ -134,7 +138,7 @@ class ActorGeneration:
         self._observe(Role.ACTOR, "generate", call)
         return batch, _ActorTrajectories(call, batch.attempt)
 
-    def policy_updated(self) -> None:
+    def policy_updated(self, leader_epoch: int, publication: PublishedWeights | None) -> None:
         """Do nothing: the engine takes the version of a request when it begins with it."""
 
     def wait_until_ready(self, timeout: float, check_alive: Callable[[], None]) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextvars import Context, copy_context
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import structlog
 
@@ -19,7 +20,7 @@ from quartet.config.root import Config
 from quartet.contract.generation import EngineProperties, GenerationBatch
 from quartet.contract.status import GeneratorInfo, ProcessStatus, Role, ServiceStatus
 from quartet.contract.trajectory import Trajectory
-from quartet.contract.weights import WeightTransfer
+from quartet.contract.weights import PublishedWeights, TransferWay, WeightTransfer
 from quartet.errors import (
     BufferFailed,
     Cancelled,
@@ -159,6 +160,11 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
             "weight_update_seconds": max(
                 (each.transfer_seconds + each.load_seconds for each in transfers), default=0.0
             ),
+            **{
+                f"weight_transfers_{way.replace(' ', '_')}": sum(each.way == way for each in transfers)
+                for way in get_args(TransferWay)
+                if way != "held"
+            },
         }
 
     def leader_epochs(self) -> list[int]:
@@ -185,12 +191,16 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
         self._dispatch()
         return batch, work
 
-    def policy_updated(self) -> None:
-        """See ``Generation.policy_updated``. Generators that do not generate get the version with their next work."""
+    def policy_updated(self, leader_epoch: int, publication: PublishedWeights | None) -> None:
+        """See ``Generation.policy_updated``."""
         self._read_published()
+        vllm = self._config.rollout.vllm
         with self.lock:
             for generator in self._all():
                 self._update_in_flight(generator)
+                # An engine that shares its device with training takes memory there when it loads.
+                if publication is not None and not (vllm and vllm.release_memory):
+                    self._update_idle(generator, leader_epoch, publication)
         self._dispatch()
 
     def _read_published(self) -> None:
@@ -310,16 +320,16 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
             call: Future[Any] = work.context.run(generator.client.generate, share)
             self._observe(f"{Role.GENERATOR} {generator.address}", "generate", call)
         else:
-            call = self._start_update(generator, work, version, digest)
+            call = self._start_update(generator, work.context, batch.leader_epoch, version, digest)
         generator.call = call
         call.add_done_callback(partial(self._ended, generator))
 
     def _start_update(
-        self, generator: RemoteGenerator, work: Work, version: int, digest: bytes
+        self, generator: RemoteGenerator, context: Context, leader_epoch: int, version: int, digest: bytes
     ) -> Future[WeightTransfer]:
         sources = self._sources(generator, digest)
-        update = WeightUpdate(self._config.run.name, work.batch.leader_epoch, version, digest, sources)
-        call = work.context.run(generator.client.update_weights, update)
+        update = WeightUpdate(self._config.run.name, leader_epoch, version, digest, sources)
+        call = context.run(generator.client.update_weights, update)
         self._observe(f"{Role.GENERATOR} {generator.address}", "update_weights", call)
         return call
 
@@ -331,8 +341,19 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
         version, digest = work.wanted_weights()
         if not generator.attempt or generator.update is not None or generator.digest == digest:
             return
+        self._update_at_once(generator, work.context, work.batch.leader_epoch, version, digest)
+
+    def _update_idle(self, generator: RemoteGenerator, leader_epoch: int, publication: PublishedWeights) -> None:
+        """Give a generator without work the newest weights, so that its next work begins with them."""
+        version, digest = publication.policy_version, publication.weights_digest
+        if generator.ready and not (generator.call or generator.update) and generator.digest != digest:
+            self._update_at_once(generator, copy_context(), leader_epoch, version, digest)
+
+    def _update_at_once(
+        self, generator: RemoteGenerator, context: Context, leader_epoch: int, version: int, digest: bytes
+    ) -> None:
         try:
-            update = self._start_update(generator, work, version, digest)
+            update = self._start_update(generator, context, leader_epoch, version, digest)
         except QuartetError as error:
             self._failed(generator, error)
             return
@@ -340,7 +361,7 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
         update.add_done_callback(partial(self._updated, generator))
 
     def _updated(self, generator: RemoteGenerator, update: Future[WeightTransfer]) -> None:
-        """Handle the end of an in-flight update. After a failure, the generator's work is taken back."""
+        """Handle the end of an update in flight or of an idle generator. After a failure, its work is taken back."""
         generation = None
         with self.lock:
             if generator.update is not update or self._closed.is_set():

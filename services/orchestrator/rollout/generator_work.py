@@ -38,7 +38,7 @@ class RemoteGenerator(Replica[GenerationClient]):
     """True if it is refused because of its failures, which may have another cause."""
     call: Future[Any] | None = None
     update: Future[WeightTransfer] | None = None
-    """An in-flight update. No other call begins until it has ended."""
+    """An update in flight, or one without work. No other call begins until it has ended."""
     work: Work | None = None
     requests: list[GenerationRequest] = field(default_factory=list)
     attempt: int = 0

@@ -10,6 +10,7 @@ import numpy as np
 
 from quartet.contract.arrays import BoolArray, FloatArray
 from quartet.contract.trajectory import TokenBatch
+from quartet.contract.weights import PublishedWeights
 
 LossAggregation = Literal[
     "token_mean", "sequence_mean", "token_sum", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"
@@ -160,8 +161,12 @@ class UpdateRequest:
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """Result of an applied update. A repeated request gets the same result."""
+    """Result of an applied update. A repeated request gets the same result.
+
+    ``publication``: that of the new policy version for generators; None for a critic, and without a weight source.
+    """
 
     step: int
     policy_version: int
     metrics: dict[str, float]
+    publication: PublishedWeights | None = None

@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from quartet.v1 import status_pb2 as quartet_dot_v1_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/update.proto\x12\nquartet.v1\"\xb5\x01\n\x14OptimizationSettings\x12\x12\n\nnum_epochs\x18\x01 \x01(\r\x12\x18\n\x10num_mini_batches\x18\x02 \x01(\r\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\x12\x15\n\rmax_grad_norm\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x17\n\x0fskip_non_finite\x18\x06 \x01(\x08\x12\x1a\n\x12micro_batch_tokens\x18\x07 \x01(\r\"`\n\rRejectionRule\x12\x31\n\tstatistic\x18\x01 \x01(\x0e\x32\x1e.quartet.v1.RejectionStatistic\x12\r\n\x05upper\x18\x02 \x01(\x01\x12\r\n\x05lower\x18\x03 \x01(\x01\"\xeb\x01\n\x11RolloutCorrection\x12*\n\x05level\x18\x01 \x01(\x0e\x32\x1b.quartet.v1.CorrectionLevel\x12\x32\n\ttreatment\x18\x02 \x01(\x0e\x32\x1f.quartet.v1.CorrectionTreatment\x12\r\n\x05lower\x18\x03 \x01(\x01\x12\r\n\x05upper\x18\x04 \x01(\x01\x12\x11\n\tnormalize\x18\x05 \x01(\x08\x12,\n\trejection\x18\x06 \x03(\x0b\x32\x19.quartet.v1.RejectionRule\x12\x17\n\x0foff_policy_mask\x18\x07 \x01(\x01\"\xbf\x04\n\x12PolicyLossSettings\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x10\n\x08\x63lip_low\x18\x02 \x01(\x01\x12\x11\n\tclip_high\x18\x03 \x01(\x01\x12\x11\n\tdual_clip\x18\x04 \x01(\x01\x12\x1b\n\x13\x65ntropy_coefficient\x18\x05 \x01(\x01\x12#\n\x07kl_loss\x18\x06 \x01(\x0e\x32\x12.quartet.v1.KlLoss\x12\x1b\n\x13kl_loss_coefficient\x18\x07 \x01(\x01\x12+\n\x0bratio_level\x18\x08 \x01(\x0e\x32\x16.quartet.v1.RatioLevel\x12\x30\n\x0b\x61ggregation\x18\t \x01(\x0e\x32\x1b.quartet.v1.LossAggregation\x12\x11\n\ttarget_kl\x18\n \x01(\x01\x12\x13\n\x0bpolicy_loss\x18\x0b \x01(\t\x12\x42\n\nparameters\x18\x0c \x03(\x0b\x32..quartet.v1.PolicyLossSettings.ParametersEntry\x12\x14\n\x0closs_divisor\x18\r \x01(\x01\x12\x39\n\x12rollout_correction\x18\x0e \x01(\x0b\x32\x1d.quartet.v1.RolloutCorrection\x12.\n\rold_log_probs\x18\x0f \x01(\x0e\x32\x17.quartet.v1.OldLogProbs\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\'\n\x11ValueLossSettings\x12\x12\n\nvalue_clip\x18\x01 \x01(\x01\"\xec\x01\n\rUpdateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0cleader_epoch\x18\x03 \x01(\x04\x12\x36\n\x0coptimization\x18\x04 \x01(\x0b\x32 .quartet.v1.OptimizationSettings\x12\x35\n\x0bpolicy_loss\x18\x05 \x01(\x0b\x32\x1e.quartet.v1.PolicyLossSettingsH\x00\x12\x33\n\nvalue_loss\x18\x06 \x01(\x0b\x32\x1d.quartet.v1.ValueLossSettingsH\x00\x42\x06\n\x04loss\"\xa0\x01\n\x0eUpdateResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x38\n\x07metrics\x18\x03 \x03(\x0b\x32\'.quartet.v1.UpdateResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"8\n\tSavedFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"\x83\x01\n\x0bSaveRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\"\n\x04kind\x18\x03 \x01(\x0e\x32\x14.quartet.v1.SaveKind\x12\x14\n\x0cleader_epoch\x18\x04 \x01(\x04\x12\x11\n\x04step\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"L\n\x0cSaveResponse\x12$\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x15.quartet.v1.SavedFile\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"T\n\x0eRestoreRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\x14\n\x0cleader_epoch\x18\x04 \x01(\x04\")\n\x0fRestoreResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04*S\n\x06KlLoss\x12\x17\n\x13KL_LOSS_UNSPECIFIED\x10\x00\x12\x10\n\x0cKL_LOSS_NONE\x10\x01\x12\x0e\n\nKL_LOSS_K2\x10\x02\x12\x0e\n\nKL_LOSS_K3\x10\x03*Z\n\nRatioLevel\x12\x1b\n\x17RATIO_LEVEL_UNSPECIFIED\x10\x00\x12\x15\n\x11RATIO_LEVEL_TOKEN\x10\x01\x12\x18\n\x14RATIO_LEVEL_SEQUENCE\x10\x02*\xf9\x01\n\x0fLossAggregation\x12 \n\x1cLOSS_AGGREGATION_UNSPECIFIED\x10\x00\x12\x1f\n\x1bLOSS_AGGREGATION_TOKEN_MEAN\x10\x01\x12\"\n\x1eLOSS_AGGREGATION_SEQUENCE_MEAN\x10\x02\x12\x1e\n\x1aLOSS_AGGREGATION_TOKEN_SUM\x10\x03\x12,\n(LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM\x10\x04\x12\x31\n-LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM_NORM\x10\x05*\xae\x01\n\x0f\x43orrectionLevel\x12 \n\x1c\x43ORRECTION_LEVEL_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43ORRECTION_LEVEL_NONE\x10\x01\x12\x1a\n\x16\x43ORRECTION_LEVEL_TOKEN\x10\x02\x12\x1d\n\x19\x43ORRECTION_LEVEL_SEQUENCE\x10\x03\x12#\n\x1f\x43ORRECTION_LEVEL_GEOMETRIC_MEAN\x10\x04*\xa0\x01\n\x13\x43orrectionTreatment\x12$\n CORRECTION_TREATMENT_UNSPECIFIED\x10\x00\x12!\n\x1d\x43ORRECTION_TREATMENT_TRUNCATE\x10\x01\x12\x1d\n\x19\x43ORRECTION_TREATMENT_MASK\x10\x02\x12!\n\x1d\x43ORRECTION_TREATMENT_SEQ_MASK\x10\x03*\xc2\x03\n\x12RejectionStatistic\x12#\n\x1fREJECTION_STATISTIC_UNSPECIFIED\x10\x00\x12 \n\x1cREJECTION_STATISTIC_TOKEN_K1\x10\x01\x12 \n\x1cREJECTION_STATISTIC_TOKEN_K2\x10\x02\x12 \n\x1cREJECTION_STATISTIC_TOKEN_K3\x10\x03\x12\"\n\x1eREJECTION_STATISTIC_SEQ_SUM_K1\x10\x04\x12\"\n\x1eREJECTION_STATISTIC_SEQ_SUM_K2\x10\x05\x12\"\n\x1eREJECTION_STATISTIC_SEQ_SUM_K3\x10\x06\x12#\n\x1fREJECTION_STATISTIC_SEQ_MEAN_K1\x10\x07\x12#\n\x1fREJECTION_STATISTIC_SEQ_MEAN_K2\x10\x08\x12#\n\x1fREJECTION_STATISTIC_SEQ_MEAN_K3\x10\t\x12\"\n\x1eREJECTION_STATISTIC_SEQ_MAX_K2\x10\n\x12\"\n\x1eREJECTION_STATISTIC_SEQ_MAX_K3\x10\x0b*b\n\x0bOldLogProbs\x12\x1d\n\x19OLD_LOG_PROBS_UNSPECIFIED\x10\x00\x12\x19\n\x15OLD_LOG_PROBS_TRAINER\x10\x01\x12\x19\n\x15OLD_LOG_PROBS_ROLLOUT\x10\x02*~\n\x08SaveKind\x12\x19\n\x15SAVE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14SAVE_KIND_CHECKPOINT\x10\x01\x12\x13\n\x0fSAVE_KIND_MODEL\x10\x02\x12\x15\n\x11SAVE_KIND_ADAPTER\x10\x03\x12\x11\n\rSAVE_KIND_EMA\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/update.proto\x12\nquartet.v1\x1a\x17quartet/v1/status.proto\"\xb5\x01\n\x14OptimizationSettings\x12\x12\n\nnum_epochs\x18\x01 \x01(\r\x12\x18\n\x10num_mini_batches\x18\x02 \x01(\r\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\x12\x15\n\rmax_grad_norm\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x17\n\x0fskip_non_finite\x18\x06 \x01(\x08\x12\x1a\n\x12micro_batch_tokens\x18\x07 \x01(\r\"`\n\rRejectionRule\x12\x31\n\tstatistic\x18\x01 \x01(\x0e\x32\x1e.quartet.v1.RejectionStatistic\x12\r\n\x05upper\x18\x02 \x01(\x01\x12\r\n\x05lower\x18\x03 \x01(\x01\"\xeb\x01\n\x11RolloutCorrection\x12*\n\x05level\x18\x01 \x01(\x0e\x32\x1b.quartet.v1.CorrectionLevel\x12\x32\n\ttreatment\x18\x02 \x01(\x0e\x32\x1f.quartet.v1.CorrectionTreatment\x12\r\n\x05lower\x18\x03 \x01(\x01\x12\r\n\x05upper\x18\x04 \x01(\x01\x12\x11\n\tnormalize\x18\x05 \x01(\x08\x12,\n\trejection\x18\x06 \x03(\x0b\x32\x19.quartet.v1.RejectionRule\x12\x17\n\x0foff_policy_mask\x18\x07 \x01(\x01\"\xbf\x04\n\x12PolicyLossSettings\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x10\n\x08\x63lip_low\x18\x02 \x01(\x01\x12\x11\n\tclip_high\x18\x03 \x01(\x01\x12\x11\n\tdual_clip\x18\x04 \x01(\x01\x12\x1b\n\x13\x65ntropy_coefficient\x18\x05 \x01(\x01\x12#\n\x07kl_loss\x18\x06 \x01(\x0e\x32\x12.quartet.v1.KlLoss\x12\x1b\n\x13kl_loss_coefficient\x18\x07 \x01(\x01\x12+\n\x0bratio_level\x18\x08 \x01(\x0e\x32\x16.quartet.v1.RatioLevel\x12\x30\n\x0b\x61ggregation\x18\t \x01(\x0e\x32\x1b.quartet.v1.LossAggregation\x12\x11\n\ttarget_kl\x18\n \x01(\x01\x12\x13\n\x0bpolicy_loss\x18\x0b \x01(\t\x12\x42\n\nparameters\x18\x0c \x03(\x0b\x32..quartet.v1.PolicyLossSettings.ParametersEntry\x12\x14\n\x0closs_divisor\x18\r \x01(\x01\x12\x39\n\x12rollout_correction\x18\x0e \x01(\x0b\x32\x1d.quartet.v1.RolloutCorrection\x12.\n\rold_log_probs\x18\x0f \x01(\x0e\x32\x17.quartet.v1.OldLogProbs\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\'\n\x11ValueLossSettings\x12\x12\n\nvalue_clip\x18\x01 \x01(\x01\"\xec\x01\n\rUpdateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0cleader_epoch\x18\x03 \x01(\x04\x12\x36\n\x0coptimization\x18\x04 \x01(\x0b\x32 .quartet.v1.OptimizationSettings\x12\x35\n\x0bpolicy_loss\x18\x05 \x01(\x0b\x32\x1e.quartet.v1.PolicyLossSettingsH\x00\x12\x33\n\nvalue_loss\x18\x06 \x01(\x0b\x32\x1d.quartet.v1.ValueLossSettingsH\x00\x42\x06\n\x04loss\"\xd4\x01\n\x0eUpdateResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x38\n\x07metrics\x18\x03 \x03(\x0b\x32\'.quartet.v1.UpdateResponse.MetricsEntry\x12\x32\n\x0bpublication\x18\x04 \x01(\x0b\x32\x1d.quartet.v1.WeightPublication\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"8\n\tSavedFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"\x83\x01\n\x0bSaveRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\"\n\x04kind\x18\x03 \x01(\x0e\x32\x14.quartet.v1.SaveKind\x12\x14\n\x0cleader_epoch\x18\x04 \x01(\x04\x12\x11\n\x04step\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"L\n\x0cSaveResponse\x12$\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x15.quartet.v1.SavedFile\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"T\n\x0eRestoreRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\x14\n\x0cleader_epoch\x18\x04 \x01(\x04\")\n\x0fRestoreResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04*S\n\x06KlLoss\x12\x17\n\x13KL_LOSS_UNSPECIFIED\x10\x00\x12\x10\n\x0cKL_LOSS_NONE\x10\x01\x12\x0e\n\nKL_LOSS_K2\x10\x02\x12\x0e\n\nKL_LOSS_K3\x10\x03*Z\n\nRatioLevel\x12\x1b\n\x17RATIO_LEVEL_UNSPECIFIED\x10\x00\x12\x15\n\x11RATIO_LEVEL_TOKEN\x10\x01\x12\x18\n\x14RATIO_LEVEL_SEQUENCE\x10\x02*\xf9\x01\n\x0fLossAggregation\x12 \n\x1cLOSS_AGGREGATION_UNSPECIFIED\x10\x00\x12\x1f\n\x1bLOSS_AGGREGATION_TOKEN_MEAN\x10\x01\x12\"\n\x1eLOSS_AGGREGATION_SEQUENCE_MEAN\x10\x02\x12\x1e\n\x1aLOSS_AGGREGATION_TOKEN_SUM\x10\x03\x12,\n(LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM\x10\x04\x12\x31\n-LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM_NORM\x10\x05*\xae\x01\n\x0f\x43orrectionLevel\x12 \n\x1c\x43ORRECTION_LEVEL_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43ORRECTION_LEVEL_NONE\x10\x01\x12\x1a\n\x16\x43ORRECTION_LEVEL_TOKEN\x10\x02\x12\x1d\n\x19\x43ORRECTION_LEVEL_SEQUENCE\x10\x03\x12#\n\x1f\x43ORRECTION_LEVEL_GEOMETRIC_MEAN\x10\x04*\xa0\x01\n\x13\x43orrectionTreatment\x12$\n CORRECTION_TREATMENT_UNSPECIFIED\x10\x00\x12!\n\x1d\x43ORRECTION_TREATMENT_TRUNCATE\x10\x01\x12\x1d\n\x19\x43ORRECTION_TREATMENT_MASK\x10\x02\x12!\n\x1d\x43ORRECTION_TREATMENT_SEQ_MASK\x10\x03*\xc2\x03\n\x12RejectionStatistic\x12#\n\x1fREJECTION_STATISTIC_UNSPECIFIED\x10\x00\x12 \n\x1cREJECTION_STATISTIC_TOKEN_K1\x10\x01\x12 \n\x1cREJECTION_STATISTIC_TOKEN_K2\x10\x02\x12 \n\x1cREJECTION_STATISTIC_TOKEN_K3\x10\x03\x12\"\n\x1eREJECTION_STATISTIC_SEQ_SUM_K1\x10\x04\x12\"\n\x1eREJECTION_STATISTIC_SEQ_SUM_K2\x10\x05\x12\"\n\x1eREJECTION_STATISTIC_SEQ_SUM_K3\x10\x06\x12#\n\x1fREJECTION_STATISTIC_SEQ_MEAN_K1\x10\x07\x12#\n\x1fREJECTION_STATISTIC_SEQ_MEAN_K2\x10\x08\x12#\n\x1fREJECTION_STATISTIC_SEQ_MEAN_K3\x10\t\x12\"\n\x1eREJECTION_STATISTIC_SEQ_MAX_K2\x10\n\x12\"\n\x1eREJECTION_STATISTIC_SEQ_MAX_K3\x10\x0b*b\n\x0bOldLogProbs\x12\x1d\n\x19OLD_LOG_PROBS_UNSPECIFIED\x10\x00\x12\x19\n\x15OLD_LOG_PROBS_TRAINER\x10\x01\x12\x19\n\x15OLD_LOG_PROBS_ROLLOUT\x10\x02*~\n\x08SaveKind\x12\x19\n\x15SAVE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14SAVE_KIND_CHECKPOINT\x10\x01\x12\x13\n\x0fSAVE_KIND_MODEL\x10\x02\x12\x15\n\x11SAVE_KIND_ADAPTER\x10\x03\x12\x11\n\rSAVE_KIND_EMA\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,48 +36,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POLICYLOSSSETTINGS_PARAMETERSENTRY']._serialized_options = b'8\001'
   _globals['_UPDATERESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_KLLOSS']._serialized_start=1979
-  _globals['_KLLOSS']._serialized_end=2062
-  _globals['_RATIOLEVEL']._serialized_start=2064
-  _globals['_RATIOLEVEL']._serialized_end=2154
-  _globals['_LOSSAGGREGATION']._serialized_start=2157
-  _globals['_LOSSAGGREGATION']._serialized_end=2406
-  _globals['_CORRECTIONLEVEL']._serialized_start=2409
-  _globals['_CORRECTIONLEVEL']._serialized_end=2583
-  _globals['_CORRECTIONTREATMENT']._serialized_start=2586
-  _globals['_CORRECTIONTREATMENT']._serialized_end=2746
-  _globals['_REJECTIONSTATISTIC']._serialized_start=2749
-  _globals['_REJECTIONSTATISTIC']._serialized_end=3199
-  _globals['_OLDLOGPROBS']._serialized_start=3201
-  _globals['_OLDLOGPROBS']._serialized_end=3299
-  _globals['_SAVEKIND']._serialized_start=3301
-  _globals['_SAVEKIND']._serialized_end=3427
-  _globals['_OPTIMIZATIONSETTINGS']._serialized_start=40
-  _globals['_OPTIMIZATIONSETTINGS']._serialized_end=221
-  _globals['_REJECTIONRULE']._serialized_start=223
-  _globals['_REJECTIONRULE']._serialized_end=319
-  _globals['_ROLLOUTCORRECTION']._serialized_start=322
-  _globals['_ROLLOUTCORRECTION']._serialized_end=557
-  _globals['_POLICYLOSSSETTINGS']._serialized_start=560
-  _globals['_POLICYLOSSSETTINGS']._serialized_end=1135
-  _globals['_POLICYLOSSSETTINGS_PARAMETERSENTRY']._serialized_start=1086
-  _globals['_POLICYLOSSSETTINGS_PARAMETERSENTRY']._serialized_end=1135
-  _globals['_VALUELOSSSETTINGS']._serialized_start=1137
-  _globals['_VALUELOSSSETTINGS']._serialized_end=1176
-  _globals['_UPDATEREQUEST']._serialized_start=1179
-  _globals['_UPDATEREQUEST']._serialized_end=1415
-  _globals['_UPDATERESPONSE']._serialized_start=1418
-  _globals['_UPDATERESPONSE']._serialized_end=1578
-  _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_start=1532
-  _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_end=1578
-  _globals['_SAVEDFILE']._serialized_start=1580
-  _globals['_SAVEDFILE']._serialized_end=1636
-  _globals['_SAVEREQUEST']._serialized_start=1639
-  _globals['_SAVEREQUEST']._serialized_end=1770
-  _globals['_SAVERESPONSE']._serialized_start=1772
-  _globals['_SAVERESPONSE']._serialized_end=1848
-  _globals['_RESTOREREQUEST']._serialized_start=1850
-  _globals['_RESTOREREQUEST']._serialized_end=1934
-  _globals['_RESTORERESPONSE']._serialized_start=1936
-  _globals['_RESTORERESPONSE']._serialized_end=1977
+  _globals['_KLLOSS']._serialized_start=2056
+  _globals['_KLLOSS']._serialized_end=2139
+  _globals['_RATIOLEVEL']._serialized_start=2141
+  _globals['_RATIOLEVEL']._serialized_end=2231
+  _globals['_LOSSAGGREGATION']._serialized_start=2234
+  _globals['_LOSSAGGREGATION']._serialized_end=2483
+  _globals['_CORRECTIONLEVEL']._serialized_start=2486
+  _globals['_CORRECTIONLEVEL']._serialized_end=2660
+  _globals['_CORRECTIONTREATMENT']._serialized_start=2663
+  _globals['_CORRECTIONTREATMENT']._serialized_end=2823
+  _globals['_REJECTIONSTATISTIC']._serialized_start=2826
+  _globals['_REJECTIONSTATISTIC']._serialized_end=3276
+  _globals['_OLDLOGPROBS']._serialized_start=3278
+  _globals['_OLDLOGPROBS']._serialized_end=3376
+  _globals['_SAVEKIND']._serialized_start=3378
+  _globals['_SAVEKIND']._serialized_end=3504
+  _globals['_OPTIMIZATIONSETTINGS']._serialized_start=65
+  _globals['_OPTIMIZATIONSETTINGS']._serialized_end=246
+  _globals['_REJECTIONRULE']._serialized_start=248
+  _globals['_REJECTIONRULE']._serialized_end=344
+  _globals['_ROLLOUTCORRECTION']._serialized_start=347
+  _globals['_ROLLOUTCORRECTION']._serialized_end=582
+  _globals['_POLICYLOSSSETTINGS']._serialized_start=585
+  _globals['_POLICYLOSSSETTINGS']._serialized_end=1160
+  _globals['_POLICYLOSSSETTINGS_PARAMETERSENTRY']._serialized_start=1111
+  _globals['_POLICYLOSSSETTINGS_PARAMETERSENTRY']._serialized_end=1160
+  _globals['_VALUELOSSSETTINGS']._serialized_start=1162
+  _globals['_VALUELOSSSETTINGS']._serialized_end=1201
+  _globals['_UPDATEREQUEST']._serialized_start=1204
+  _globals['_UPDATEREQUEST']._serialized_end=1440
+  _globals['_UPDATERESPONSE']._serialized_start=1443
+  _globals['_UPDATERESPONSE']._serialized_end=1655
+  _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_start=1609
+  _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_end=1655
+  _globals['_SAVEDFILE']._serialized_start=1657
+  _globals['_SAVEDFILE']._serialized_end=1713
+  _globals['_SAVEREQUEST']._serialized_start=1716
+  _globals['_SAVEREQUEST']._serialized_end=1847
+  _globals['_SAVERESPONSE']._serialized_start=1849
+  _globals['_SAVERESPONSE']._serialized_end=1925
+  _globals['_RESTOREREQUEST']._serialized_start=1927
+  _globals['_RESTOREREQUEST']._serialized_end=2011
+  _globals['_RESTORERESPONSE']._serialized_start=2013
+  _globals['_RESTORERESPONSE']._serialized_end=2054
 # @@protoc_insertion_point(module_scope)

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from quartet.v1 import status_pb2 as _status_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -618,6 +619,7 @@ class UpdateResponse(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The applied step."""
     policy_version: _builtins.int
@@ -633,16 +635,21 @@ class UpdateResponse(_message.Message):
         Critic: "value_loss", "value_clip_fraction".
         """
 
+    @_builtins.property
+    def publication(self) -> _status_pb2.WeightPublication:
+        """Publication of this version for generators. Absent for a critic, and for an actor without a weight source."""
+
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         policy_version: _builtins.int = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        publication: _status_pb2.WeightPublication | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["publication", b"publication"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "policy_version", b"policy_version", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "policy_version", b"policy_version", "publication", b"publication", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,7 +59,7 @@ class Parts:
     def start_generation(self, step: int, prompts: Any, epoch: int, version: int) -> None:
         self.generations.append((step, version, prompts))
 
-    def policy_updated(self) -> None:
+    def policy_updated(self, leader_epoch: int, publication: Any) -> None:
         self._call("published")
 
     def take_metrics(self, version: int) -> dict[str, float]:

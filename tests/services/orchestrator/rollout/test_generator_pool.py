@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quartet.config.rollout import VLLMConfig
 from quartet.contract.generation import EngineProperties, GenerationBatch, requests_of
 from quartet.contract.status import GeneratorState
 from quartet.contract.trajectory import Trajectory, TrajectoryId
@@ -121,6 +122,43 @@ def test_late_generators_take_the_weights_from_the_actor_and_from_generators_tha
     assert transfers[first].source == actor
     # The actor sends a version to two generators at a time.
     assert sorted(transfers[address].source for address in late) == sorted([actor, actor, f"generator at {first}"])
+
+
+def test_idle_generators_load_a_published_policy_at_once(generators: Generators) -> None:
+    addresses = [generators.start() for _ in range(2)]
+    with generators.pool(*addresses) as pool:
+        wait_until(lambda: len(pool.statuses()) == 2)
+        publication = generators.actor.status().last_publication
+        assert publication is not None
+        pool.policy_updated(1, publication)
+        wait_until(lambda: {member.digest for member in pool._all()} == {publication.weights_digest})
+        pool.policy_updated(1, publication)
+        assert prompts_by_generator(generators.step(pool)).keys() == {*addresses}
+        metrics = pool.take_metrics(0)
+        # These generators take no shared memory.
+        ways = ("full", "delta", "shared_memory")
+        assert [metrics[f"weight_transfers_{way}"] for way in ways] == [2, 0, 0]
+        assert contents(generators.read()) == []
+
+
+def test_an_idle_generator_that_cannot_load_a_policy_gets_work_once_it_can(generators: Generators) -> None:
+    address = generators.start()
+    with generators.pool(address) as pool:
+        publication = generators.actor.status().last_publication
+        assert publication is not None
+        pool.policy_updated(1, replace(publication, weights_digest=bytes(16)))
+        [member] = pool._all()
+        wait_until(lambda: member.failures == 1 and member.update is None)
+        assert prompts_by_generator(generators.step(pool)).keys() == {address}
+
+
+def test_an_idle_engine_that_shares_its_device_with_training_stays_asleep(generators: Generators) -> None:
+    rollout = generators.config.rollout.model_copy(update={"vllm": VLLMConfig(release_memory=True)})
+    generators.config = generators.config.model_copy(update={"rollout": rollout})
+    with generators.pool(generators.start()) as pool:
+        pool.policy_updated(1, generators.actor.status().last_publication)
+        [member] = pool._all()
+        assert (member.update, member.digest) == (None, b"")
 
 
 def test_without_any_generator_the_work_fails(generators: Generators, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,8 +100,10 @@ class Cluster:
     def publish(self) -> bytes:
         """Publish version 1 as an update of step 1 does; tell the pool. Return the digest."""
         train(self.hosted, self.run, seed=1)
-        self.pool.policy_updated()
-        return self.actor.status().published_weights[1]
+        publication = self.actor.status().last_publication
+        assert publication is not None
+        self.pool.policy_updated(1, publication)
+        return publication.weights_digest
 
     def close(self) -> None:
         for engine in self.engines.values():
