@@ -250,6 +250,8 @@ class StepTransaction:
         prepared = pending.prepared
         trajectories = [item.trajectory for item in pending.collected.scored]
         lag, in_flight = step - 1 - prepared.experience.policy_version, self._rollout.in_flight_updates
+        exposed_seconds = self._profiler.take_exposed_seconds()
+        exposed = {"weights_exposed_seconds": exposed_seconds} if self._run.config.has_generators else {}
         rates = {f"learning_rate_{role}": rate for role, rate in self._learning_rates(step).items()}
         return {
             "step": step,
@@ -266,4 +268,5 @@ class StepTransaction:
             **update_metrics(updates),
             **rates,
             **self._preparation.take_metrics(prepared.experience.policy_version),
+            **exposed,
         }

@@ -22,7 +22,13 @@ from tests.training.generator_runs import Generators, generator_run
 from tests.training.runs import ActiveRun, json_lines, run_to_completion, wait_for
 
 STEPS = 3
-NAMES = ("generators", "weight_update_bytes", "weight_update_seconds")
+NAMES = (
+    "generators",
+    "weight_update_bytes",
+    "weight_update_seconds",
+    "weights_exposed_seconds",
+    "weight_transfers_shared_memory",
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +44,8 @@ def test_steps_report_the_weights_that_generators_took_over(run: tuple[ActiveRun
     assert all(step["weight_update_seconds"] > 0 for step in steps)
     # The generators read the memory of the actor.
     assert not any(step["weight_update_bytes"] for step in steps)
+    assert all(step["weight_transfers_shared_memory"] > 0 for step in steps)
+    assert all(0 < step["weights_exposed_seconds"] < step["seconds"] for step in steps)
 
 
 def test_the_timeline_has_a_lane_for_each_generator(run: tuple[ActiveRun, Generators]) -> None:
@@ -45,6 +53,7 @@ def test_the_timeline_has_a_lane_for_each_generator(run: tuple[ActiveRun, Genera
     lines = json_lines(RunFiles(running.config.run_directory).root / "timeline.jsonl")
     # One generator may have all the work of a step if the other is late.
     phases = {(span["service"], span["phase"]) for line in lines for span in line["spans"]}
+    assert ("actor", "publish") in phases
     for address in generators.addresses:
         assert (f"generator {address}", "update_weights") in phases
         assert (f"generator {address}", "generate") in phases

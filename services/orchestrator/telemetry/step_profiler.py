@@ -6,12 +6,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quartet.contract.status import Role
+from quartet.contract.update import UpdateResult
+from quartet.errors import QuartetError
 from quartet.telemetry.traces import NoTraces, StepTraces
 
 CallObserver = Callable[[str, str, Future[Any]], None]
@@ -22,6 +24,8 @@ MAX_GENERATORS = 32
 """Largest number of generators with their own spans in a step. Those that end last keep them, because the step waits for them."""
 OTHER_GENERATORS = f"{Role.GENERATOR} (others)"
 """Service of the spans of all other generators."""
+WEIGHT_PHASES = ("publish", "update_weights")
+"""Phases in which weights are on their way to generators."""
 DIGITS = 6
 """Decimal places of seconds in the file."""
 
@@ -37,7 +41,8 @@ class Span:
     service: str
     """actor, critic, reward, reference, orchestrator or redis; "generator HOST:PORT" for one in a separate process."""
     phase: str
-    """generate, score, log_probs, values, wait, prepare, seal, update, commit, acknowledge or checkpoint."""
+    """generate, score, log_probs, values, wait, prepare, seal, update, publish, update_weights, commit, acknowledge or
+    checkpoint."""
     start: float
     end: float
     count: int = 1
@@ -81,6 +86,9 @@ class StepProfiler:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
         self._activities: list[Activity] = []
+        # Those of the services since the last ``take_exposed_seconds``.
+        self._calls: list[Activity] = []
+        self._taken = clock()
 
     def step(self, step: int) -> AbstractContextManager[None]:
         """Return a context around a whole step, which is the root of its trace. Drops the seconds of a failed attempt."""
@@ -103,7 +111,10 @@ class StepProfiler:
             self._seconds[phase] += activity.seconds
 
     def observe(self, service: str, phase: str, call: Future[Any]) -> None:
-        """Record a call that has just started on the timeline, until its response arrives or it fails."""
+        """Record a call that has just started on the timeline, until its response arrives or it fails.
+
+        The last seconds of an update that publishes weights have the phase publish.
+        """
         activity = self._start(service, phase, call)
         call.add_done_callback(lambda _: self._end(activity))
 
@@ -113,17 +124,29 @@ class StepProfiler:
         self._seconds.clear()
         return seconds
 
+    def take_exposed_seconds(self) -> float:
+        """Return the seconds since the last call in which a step waited for weights.
+
+        These are the seconds in which a version was published, or loaded by a generator, and in which no service trained,
+        scored or saved. Generations do not count as other work, because they wait for the weights, too.
+        """
+        with self._lock:
+            begin, self._taken = self._taken, self._end_answered()
+            calls, self._calls = self._calls, [call for call in self._calls if call.end is None]
+            times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+            for call in calls:
+                if call.phase != "generate":
+                    times[call.phase in WEIGHT_PHASES].append((max(begin, call.start), call.end or self._taken))
+        work = times[False]
+        return _covered(work + times[True]) - _covered(work)
+
     def end_step(self, started: float) -> list[Span]:
         """Return the spans since ``started``, sorted by service and start, at most MAX_SPANS.
 
         An activity in progress is cut at the current time, and continues in the next step.
         """
         with self._lock:
-            now = self._clock()
-            for activity in self._activities:
-                # The training thread may see the response before the callback records its end.
-                if activity.end is None and activity.call is not None and activity.call.done():
-                    activity.end = now
+            now = self._end_answered()
             activities = self._activities
             self._activities = [activity for activity in activities if activity.end is None]
             spans = [
@@ -137,12 +160,56 @@ class StepProfiler:
         with self._lock:
             activity = Activity(service, phase, self._clock(), call)
             self._activities.append(activity)
+            if call is not None:
+                self._calls.append(activity)
         return activity
 
     def _end(self, activity: Activity) -> None:
         with self._lock:
-            if activity.end is None:
-                activity.end = self._clock()
+            self._record_end(activity, self._clock())
+
+    def _end_answered(self) -> float:
+        """Record the end of the calls that have ended. The training thread may see a response before their callbacks do.
+
+        Return the current time. The lock must be held.
+        """
+        now = self._clock()
+        for activity in [*self._activities]:
+            if activity.call is not None and activity.call.done():
+                self._record_end(activity, now)
+        return now
+
+    def _record_end(self, activity: Activity, now: float) -> None:
+        if activity.end is not None:
+            return
+        activity.end = now
+        if seconds := _publication_seconds(activity):
+            # A recorded result may name a longer publication, which its call has not waited for.
+            activity.end = min(now, max(activity.start, now - seconds))
+            publication = Activity(activity.service, "publish", activity.end, activity.call, now)
+            self._activities.append(publication)
+            self._calls.append(publication)
+
+
+def _publication_seconds(activity: Activity) -> float:
+    """Return the last seconds of a call that has ended, in which weights were published."""
+    if activity.phase != "update" or activity.call is None:
+        return 0.0
+    try:
+        result = activity.call.result()
+    except (QuartetError, CancelledError):
+        return 0.0
+    publication = result.publication if isinstance(result, UpdateResult) else None
+    return publication.seconds if publication is not None else 0.0
+
+
+def _covered(times: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds that intervals of start and end cover together."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(times):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
 
 
 def join_generators(spans: Sequence[Span], max_generators: int) -> list[Span]:

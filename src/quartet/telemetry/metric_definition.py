@@ -49,7 +49,13 @@ CHART_CURVES: tuple[tuple[str, Literal["", "scores", "critic", "teacher"], dict[
     (
         "Step time",
         "",
-        {"seconds": "total", "generate_seconds": "generate", "score_seconds": "score", "update_seconds": "update"},
+        {
+            "seconds": "total",
+            "generate_seconds": "generate",
+            "score_seconds": "score",
+            "update_seconds": "update",
+            "weights_exposed_seconds": "weights",
+        },
     ),
     ("Finished responses", "", {"eos_rate": "finished responses"}),
     ("Gradient norms", "", {"grad_norm_actor": "actor"}),

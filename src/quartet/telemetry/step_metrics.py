@@ -433,6 +433,21 @@ STEP_METRICS = (
         "steady, small beside generate_seconds",
         "grows: the network or the disk of the generators is slow",
     ),
+    metric(
+        "weight_transfers_NAME",
+        "transfers",
+        "Transfers of the policy's weights to generators for this step, by the way NAME.",
+        "one for each generator, by the fastest way that it has",
+        "full in place of delta: generators were restarted or have missed versions",
+    ),
+    metric(
+        "weights_exposed_seconds",
+        "seconds",
+        "Time in which the step waited for weights: the actor published or a generator loaded them, and no service trained, "
+        "scored or saved.",
+        "small beside seconds",
+        "a large share of seconds: see the way of the transfers, and the timeline",
+    ),
 )
 """Metrics of metrics.jsonl. Those of critic, scores, episodes and generators in separate processes are absent without them."""
 

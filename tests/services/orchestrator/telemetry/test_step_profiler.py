@@ -5,10 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
+from quartet.contract.update import UpdateResult
+from quartet.contract.weights import PublishedWeights
+from quartet.errors import ServiceUnavailable
 from quartet.services.orchestrator.telemetry.step_profiler import (
     MAX_GENERATORS,
     MAX_SPANS,
@@ -107,10 +112,69 @@ class Call(FakeCall):
         self.callback(self)  # type: ignore[operator]
 
 
-def watch(profiler: StepProfiler, service: str, phase: str) -> Call:
-    call = Call()
+def watch(profiler: StepProfiler, service: str, phase: str, result: Any = None) -> Call:
+    call = Call(lambda: result)
     profiler.observe(service, phase, call)  # type: ignore[arg-type]
     return call
+
+
+def update_result(seconds: float) -> UpdateResult:
+    return UpdateResult(1, 1, {}, PublishedWeights(1, bytes(16), 1, 8, seconds))
+
+
+def test_the_end_of_an_update_is_the_publication() -> None:
+    clock = Clock()
+    profiler = StepProfiler(clock=clock)
+    update = watch(profiler, "actor", "update", update_result(3.0))
+    clock.now = 110.0
+    update.end()
+    spans = [(span.phase, span.start, span.end) for span in profiler.end_step(100.0)]
+    assert spans == [("update", 0.0, 7.0), ("publish", 7.0, 10.0)]
+    # The recorded result of a repeated request names a publication that the call has not waited for.
+    update = watch(profiler, "actor", "update", update_result(3.0))
+    clock.now = 111.0
+    update.end()
+    assert [(span.phase, span.start, span.end) for span in profiler.end_step(110.0)][-1] == ("publish", 0.0, 1.0)
+
+
+def test_exposed_seconds_are_those_of_weights_beside_which_nothing_but_generations_ran() -> None:
+    clock = Clock()
+    profiler = StepProfiler(clock=clock)
+    assert profiler.take_exposed_seconds() == 0.0
+    calls = {
+        "actor": watch(profiler, "actor", "update", update_result(4.0)),
+        "critic": watch(profiler, "critic", "update"),
+    }
+    times = {"critic": 106.0, "actor": 109.0}
+    for name, now in times.items():
+        clock.now = now
+        calls[name].end()
+    # Published from 105 to 109, and the critic trained to 106.
+    loads = [watch(profiler, f"generator {index}", "update_weights") for index in range(2)]
+    with profiler.span("orchestrator", "commit"):
+        clock.now = 111.0
+    loads[0].end()
+    generation = watch(profiler, "generator 0", "generate")
+    profiler.end_step(100.0)
+    assert profiler.take_exposed_seconds() == pytest.approx(3.0 + 2.0)
+    clock.now = 112.0
+    loads[1].end()
+    clock.now = 120.0
+    generation.end()
+    # The rest of the load in the next step.
+    assert profiler.take_exposed_seconds() == pytest.approx(1.0)
+    assert profiler.take_exposed_seconds() == 0.0
+
+
+def test_a_failed_update_has_no_publication() -> None:
+    clock = Clock()
+    profiler = StepProfiler(clock=clock)
+    update: Future[UpdateResult] = Future()
+    profiler.observe("actor", "update", update)
+    clock.now = 103.0
+    update.set_exception(ServiceUnavailable("actor"))
+    assert [span.phase for span in profiler.end_step(100.0)] == ["update"]
+    assert profiler.take_exposed_seconds() == 0.0
 
 
 def test_calls_and_blocks_are_relative_to_the_start_of_the_step() -> None:
