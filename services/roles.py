@@ -52,6 +52,8 @@ from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
 from quartet.services.reward.sharing import SharedTurns
 from quartet.system.failpoints import failpoint
+from quartet.weight_transfer.shared_memory import machine
+from quartet.weight_transfer.slices import SliceWriter
 from quartet.weight_transfer.source import WeightSource
 
 
@@ -115,15 +117,16 @@ def _build_actor(
     rollout, ahead = config.rollout, config.rollout.max_off_policy_steps
     kind = find_engine(rollout.engine)
     # Who generates, with which weights, and how they get there:
-    #   generators in other processes   their own     pulled from the weight source of rank 0
+    #   generators in other processes   their own     pulled from the weight source of rank 0, which all ranks write
     #   this process, during updates    its own       taken from the weight source of this process
     #   this process, of a group        its own       copied when all ranks publish them
     #   this process                    the policy's  shared
     hosts, detached = not config.has_generators, generates_in_actor(config)
     shares = hosts and not detached
     # A version is needed until its step is generated, and the one after it may be published before.
+    writer = None if hosts else slice_writer(workers)
     source = (
-        WeightSource(ahead + 2, shares=rollout.share_weights)
+        WeightSource(ahead + 2, shares=rollout.share_weights, writer=writer)
         if (ahead if hosts else not workers.rank) and not shares
         else None
     )
@@ -150,7 +153,7 @@ def _build_actor(
         config.algorithm.loss_parameters,
     )
     if not hosts:
-        actor.publish_to(source)
+        actor.publish_to(source, writer=writer)
         return ActorServicer(actor, compute, threads, monitor.is_lost, weights=source, commands=commands)
     own, served = load_detached(config, device) if detached else (None, actor.served_model())
     generator = Generator(
@@ -197,6 +200,18 @@ def _reference(config: Config, workers: Workers) -> Reference:
         workers,
         run_root(config),
     )
+
+
+def slice_writer(workers: Workers) -> SliceWriter | None:
+    """Return this rank's part of publications if all ranks can share memory, otherwise None. All ranks must call it."""
+    if workers.size == 1:
+        return None
+    machines = workers.exchange(machine())
+    # Imported here because a single process does not need torch.distributed.
+    from quartet.models.workers.group import WorkerGroup
+
+    assert isinstance(workers, WorkerGroup)
+    return SliceWriter(workers) if machines[0] and len(set(machines)) == 1 else None
 
 
 def set_up_thread(threads: int, workers: Workers) -> Callable[[], None]:

@@ -29,7 +29,8 @@ ALIGNMENT = 64
 MIN_REGION_BYTES = 2**26
 """Minimum size of a region. Pages that are never written take no memory."""
 # Nobody can resize the memory, and nobody else can map it for writing (F_SEAL_FUTURE_WRITE, which Python does not name).
-_SEALS = (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x10) if hasattr(fcntl, "F_SEAL_SHRINK") else 0
+_SIZE_SEALS = (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW) if hasattr(fcntl, "F_SEAL_SHRINK") else 0
+_SEALS = _SIZE_SEALS | 0x10 if _SIZE_SEALS else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +62,20 @@ class Memory:
 class Region:
     """Memory that other processes can map. Pages that are never written take no memory."""
 
-    def __init__(self, num_bytes: int) -> None:
-        """Raises OSError if the system refuses sealed memory."""
+    def __init__(self, num_bytes: int, seals: bool = True) -> None:
+        """``seals``: see ``seal``. Raises OSError if the system refuses sealed memory."""
         self.fd = -1
         self.fd = os.memfd_create("quartet-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, num_bytes)
         self.data: Bytes = np.frombuffer(mmap.mmap(self.fd, num_bytes), np.uint8)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS if seals else _SIZE_SEALS)
         self.used = 0
         self.free: dict[int, list[int]] = {}
         """Offsets that are free again, by size in bytes."""
+
+    def seal(self) -> None:
+        """Let nobody else map the memory for writing from now on."""
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
 
     def reuse(self, num_bytes: int) -> Memory | None:
         """Return memory of this size that has been used before; None if there is none."""
@@ -95,8 +100,9 @@ class Region:
 class Allocator:
     """Memory for tensors: in regions if it is shared, otherwise private."""
 
-    def __init__(self, shares: bool = True) -> None:
-        self._shares, self._regions = shares, list[Region]()
+    def __init__(self, shares: bool = True, seals: bool = True) -> None:
+        """``seals``: regions are sealed at once. Otherwise the caller seals them."""
+        self._shares, self._seals, self._regions = shares, seals, list[Region]()
 
     def allocate(self, sizes: Sequence[int]) -> list[Memory]:
         """Return memory of these sizes in bytes. Raises OutOfMemory if the machine or container has less free memory."""
@@ -117,7 +123,7 @@ class Allocator:
             # Each region is twice as large as the one before, so their number stays small.
             last = len(self._regions[-1].data) if self._regions else 0
             try:
-                self._regions.append(Region(max(size, MIN_REGION_BYTES, 2 * last)))
+                self._regions.append(Region(max(size, MIN_REGION_BYTES, 2 * last), self._seals))
             except (OSError, ValueError) as error:  # A limit of file sizes or address space.
                 log.warning("weights are not shared between processes", reason=str(error))
                 self._shares = False
@@ -142,14 +148,15 @@ def machine() -> str:
         return ""
 
 
-def map_region(region: SharedRegion) -> Bytes:
-    """Map a region of another process on this machine, read-only: uint8 [num_bytes].
+def map_region(region: SharedRegion, writes: bool = False) -> Bytes:
+    """Map a region of another process on this machine: uint8 [num_bytes]. Read-only, unless the caller ``writes`` to it.
 
     Raises ServiceUnavailable if this process cannot open or map it, InvalidRequest if it is not a sealed memfd of this size.
     """
     try:
         # O_NONBLOCK: a pipe with this number must not wait for its other end.
-        fd = os.open(f"/proc/{region.pid}/fd/{region.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        mode = os.O_RDWR if writes else os.O_RDONLY
+        fd = os.open(f"/proc/{region.pid}/fd/{region.fd}", mode | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise ServiceUnavailable(f"weights: cannot open the shared memory of process {region.pid}: {error}") from None
     try:
@@ -158,11 +165,13 @@ def map_region(region: SharedRegion) -> Bytes:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError:
             seals = 0
-        if not stat.S_ISREG(status.st_mode) or seals & _SEALS != _SEALS or status.st_size != region.num_bytes:
+        expected = _SIZE_SEALS if writes else _SEALS
+        if not stat.S_ISREG(status.st_mode) or seals & expected != expected or status.st_size != region.num_bytes:
             raise InvalidRequest(
                 f"weights: descriptor {region.fd} of process {region.pid} is no sealed memory of {region.num_bytes} bytes"
             )
-        return np.frombuffer(mmap.mmap(fd, region.num_bytes, prot=mmap.PROT_READ), np.uint8)
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if writes else mmap.PROT_READ
+        return np.frombuffer(mmap.mmap(fd, region.num_bytes, prot=protection), np.uint8)
     except (OSError, ValueError, OverflowError) as error:
         raise ServiceUnavailable(f"weights: cannot map the shared memory of process {region.pid}: {error}") from None
     finally:

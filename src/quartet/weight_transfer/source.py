@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quartet.contract.weights import PublishedWeights
-from quartet.errors import InvalidRequest
+from quartet.errors import InvalidRequest, QuartetError
 from quartet.system.machine import available_cores
 from quartet.weight_transfer.delta import encode
 from quartet.weight_transfer.messages import (
@@ -25,13 +25,15 @@ from quartet.weight_transfer.messages import (
     WeightsRequest,
     grouped,
 )
-from quartet.weight_transfer.shared_memory import Memory
+from quartet.weight_transfer.shared_memory import Allocator, Memory
+from quartet.weight_transfer.slices import SliceWriter, TensorSlice
 from quartet.weight_transfer.store import Messages, Version, WeightStore, version_of
 from quartet.weight_transfer.tensors import (
     ITEM_BYTES,
     AdapterSettings,
     HostTensor,
     WeightSet,
+    joined_digest,
     tensor_digests,
 )
 
@@ -64,11 +66,23 @@ class WeightSource(WeightStore):
     there once. A new version is written to the memory of the oldest one.
     """
 
-    def __init__(self, capacity: int = 2, num_threads: int | None = None, shares: bool = True) -> None:
-        """``capacity``: versions in the window, one less during a publication. At least 2. See ``WeightStore`` for the rest."""
+    def __init__(
+        self,
+        capacity: int = 2,
+        num_threads: int | None = None,
+        shares: bool = True,
+        writer: SliceWriter | None = None,
+    ) -> None:
+        """``capacity``: versions in the window, one less during a publication. At least 2. See ``WeightStore`` for the rest.
+
+        ``writer``: that of rank 0, if several ranks write the tensors, see ``publish_slices``.
+        """
         if capacity < 2:
             raise InvalidRequest(f"capacity {capacity}: expected at least 2")
         super().__init__("this weight source", capacity, num_threads, shares)
+        self._slice_writer = writer
+        if writer is not None:
+            self._allocator = Allocator(seals=False)
         self.last: PublishedWeights | None = None
         """The last publication; None before the first."""
         # The memory of the tensors of each version; that of the newest one is also _memories.
@@ -96,6 +110,35 @@ class WeightSource(WeightStore):
         The caller must not change the weights during the call. Raises InvalidRequest for a tensor whose bytes do not fit its
         shape, OutOfMemory if there is no memory for a copy. After an error, the source has no versions.
         """
+        return self._publish(version, lambda before: self._take(tensors, before), adapter, run)
+
+    def publish_slices(
+        self, version: int, slices: Sequence[TensorSlice], adapter: AdapterSettings | None = None, run: str = ""
+    ) -> bool:
+        """Publish a version whose slices all ranks write. The others call ``SliceWriter.follow`` with theirs.
+
+        Return False if the memory cannot be shared between the ranks: then nothing is published. See ``publish`` for the rest.
+        """
+        writer = self._slice_writer
+        assert writer is not None
+        try:
+            self._publish(version, lambda before: self._take_slices(slices, writer, before), adapter, run)
+        except _NotSliced:
+            writer.end(sliced=False)
+            return False
+        except QuartetError as error:
+            writer.end(error=error)
+            raise
+        writer.end()
+        return True
+
+    def _publish(
+        self,
+        version: int,
+        take: Callable[[Mapping[str, _Tensor]], dict[str, _Tensor]],
+        adapter: AdapterSettings | None,
+        run: str,
+    ) -> bytes:
         start = time.perf_counter()
         with self._writer:
             with self._state:
@@ -109,7 +152,7 @@ class WeightSource(WeightStore):
                     for layout, memory, digest in zip(self._layouts, self._memories, digests, strict=False)
                 }
             try:
-                after = self._take(tensors, before)
+                after = take(before)
             except BaseException:
                 with self._state:
                     self._retire(0)
@@ -258,11 +301,7 @@ class WeightSource(WeightStore):
             # A tensor that has never changed needs no second place. It is read twice when it changes first.
             unknown = [each for each in taken if each[0].memory is None and each[0].before is not None]
             self._hash(unknown)
-            new = [target for target, _ in taken if target.memory is None and target.is_changed]
-            for target, memory in zip(
-                new, self._allocator.allocate([target.layout.num_bytes for target in new]), strict=True
-            ):
-                target.memory = memory
+            self._place([target for target, _ in taken if target.memory is None and target.is_changed])
             copied = [each for each in taken if each[0].memory is not None]
             self._hash(copied)
             for target, _ in taken:
@@ -272,6 +311,56 @@ class WeightSource(WeightStore):
             window.clear()
             del taken, unknown, copied
         return after
+
+    def _take_slices(
+        self, slices: Sequence[TensorSlice], writer: SliceWriter, before: Mapping[str, _Tensor]
+    ) -> dict[str, _Tensor]:
+        """Let the ranks write the tensors that differ from those ``before``, and return all. See ``_take``."""
+        tensors = []
+        for part in slices:
+            layout, old = part.layout, before.get(part.layout.name)
+            if old is not None and old.layout != layout:
+                old = None
+            tensors.append(_Tensor(layout, None if old is None else self._spare(layout), before=old))
+        self._place([tensor for tensor in tensors if tensor.memory is None and tensor.before is None])
+        targets = [
+            (tensor.memory, True)
+            if tensor.memory is not None
+            else (tensor.before.memory, False)
+            if tensor.before is not None and tensor.before.memory is not None
+            else None
+            for tensor in tensors
+        ]
+        if any(target is None or target[0].region is None for target in targets):
+            raise _NotSliced
+        changed = []
+        for tensor, report in zip(tensors, writer.lead(slices, targets), strict=True):
+            if tensor.memory is not None:
+                tensor.digest = joined_digest(tensor.layout.dtype, tensor.layout.shape, report.blocks)
+            elif report.differs:
+                changed.append(tensor)
+            elif tensor.before is not None:
+                tensor.digest = tensor.before.digest
+        if changed:
+            self._place(changed)
+            if any(tensor.memory is None or tensor.memory.region is None for tensor in changed):
+                raise _NotSliced
+            again = [
+                (tensor.memory, True) if tensor in changed and tensor.memory is not None else None for tensor in tensors
+            ]
+            for tensor, report in zip(tensors, writer.lead(slices, again), strict=True):
+                if tensor in changed:
+                    tensor.digest = joined_digest(tensor.layout.dtype, tensor.layout.shape, report.blocks)
+        for tensor in tensors:
+            if not tensor.is_changed and tensor.before is not None:
+                tensor.memory = tensor.before.memory
+        return {tensor.layout.name: tensor for tensor in tensors}
+
+    def _place(self, tensors: Sequence[_Tensor]) -> None:
+        """Give new memory to the tensors."""
+        memories = self._allocator.allocate([tensor.layout.num_bytes for tensor in tensors])
+        for tensor, memory in zip(tensors, memories, strict=True):
+            tensor.memory = memory
 
     def _hash(self, tensors: Sequence[tuple[_Tensor, HostTensor]]) -> None:
         """Compute the digests of tensors, and copy those that have a place."""
@@ -284,6 +373,10 @@ class WeightSource(WeightStore):
         with self._state:
             spare = self._spares.get(layout.name)
             return spare if spare is not None and not spare.readers and len(spare.data) == layout.num_bytes else None
+
+
+class _NotSliced(Exception):
+    """The memory of a publication cannot be shared between the ranks."""
 
 
 def _checked_layout(name: str, tensor: HostTensor) -> TensorLayout:

@@ -12,6 +12,7 @@ from torch import nn
 from quartet.models.weights.lora import Adapter
 from quartet.models.workers.workers import SINGLE, Workers
 from quartet.system.machine import available_cores
+from quartet.weight_transfer.messages import TensorLayout
 from quartet.weight_transfer.tensors import (
     AdapterSettings,
     Bytes,
@@ -44,8 +45,18 @@ def named_weights(model: nn.Module, adapter: Adapter | None = None) -> dict[str,
 
 def host_tensor(value: torch.Tensor) -> HostTensor:
     """Return the bytes of a tensor, without a copy if it is contiguous and in host memory."""
-    data = value.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
-    return HostTensor(_NAMES[value.dtype], tuple(value.shape), data)
+    return HostTensor(_NAMES[value.dtype], tuple(value.shape), host_bytes(value))
+
+
+def host_bytes(value: torch.Tensor) -> Bytes:
+    """Return the bytes of a tensor, see ``host_tensor``."""
+    data: Bytes = value.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
+    return data
+
+
+def layout_of(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorLayout:
+    """Return the layout of a weight."""
+    return TensorLayout(name, _NAMES[dtype], shape)
 
 
 def host_tensors(weights: Mapping[str, torch.Tensor]) -> dict[str, HostTensor]:

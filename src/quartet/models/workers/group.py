@@ -204,6 +204,28 @@ class WorkerGroup(Workers):
             dist.broadcast(data, 0)
         return kind, bool(succeeded), data.numpy().tobytes()
 
+    def broadcast(self, data: bytes) -> bytes:
+        """Return the data of rank 0."""
+        self.progress.mark()
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        dist.broadcast(length, 0)
+        values = torch.empty(int(length), dtype=torch.uint8)
+        if self.rank == 0:
+            values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(values, 0)
+        return values.numpy().tobytes()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return the data of every rank on rank 0, on the others nothing."""
+        self.progress.mark()
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)], dtype=torch.int64))
+        own = torch.zeros(int(max(lengths)), dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        every = [torch.empty_like(own) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(own, every)
+        return [each[: int(length)].numpy().tobytes() for each, length in zip(every or (), lengths, strict=False)]
+
 
 def _count(module: FSDPModule) -> int:
     """Return the number of sharded parameters below ``module``."""

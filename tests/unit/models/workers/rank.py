@@ -28,13 +28,17 @@ from quartet.models.training.compiled_layers import compiled_layers
 from quartet.models.training.optimizer import create_optimizer, load_optimizer_state, optimizer_parts, parameter_groups
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
-from quartet.models.weights.host_tensors import complete_tensors, named_weights
+from quartet.models.weights.host_tensors import complete_tensors, host_tensor, named_weights
 from quartet.models.weights.loading import count_parameters, freeze_parameters
 from quartet.models.weights.lora import add_adapter
 from quartet.models.workers.group import WorkerGroup, join_group
 from quartet.models.workers.sharded_checkpoint import OPTIMIZER, ShardedState, write_parts
 from quartet.models.workers.sharding import ShardedAdamW, complete_weights, shard_model
+from quartet.models.workers.weight_slices import weight_slices
 from quartet.models.workers.workers import Workers, local_tensor
+from quartet.weight_transfer.slices import SliceWriter
+from quartet.weight_transfer.source import WeightSource
+from quartet.weight_transfer.tensors import tensor_digest
 from tests.unit.models import tiny, updates
 
 STEPS = 2
@@ -141,6 +145,8 @@ def run(case: str, workers: Workers, folder: Path) -> tuple[dict[str, torch.Tens
     weights = dict(complete_weights(model, workers))
     if case != "bfloat16":
         check_copies(model, weights, workers)
+    if isinstance(workers, WorkerGroup):
+        check_slices(model, workers)
     return {**weights, **state, "scores": torch.from_numpy(scores)}, metrics
 
 
@@ -149,6 +155,27 @@ def check_copies(model: Any, weights: dict[str, torch.Tensor], workers: Workers)
     published = dict(complete_tensors(named_weights(model), workers))
     assert published.keys() == weights.keys()
     assert all(torch.equal(published[name], value) for name, value in weights.items())
+
+
+def check_slices(model: Any, workers: WorkerGroup) -> None:
+    """Publish what each rank holds, and compare it with the complete tensors."""
+    complete = dict(complete_tensors(named_weights(model), workers))
+    writer = SliceWriter(workers, 1)
+    if workers.rank:
+        assert writer.follow(weight_slices(named_weights(model), workers))
+    else:
+        source = WeightSource(num_threads=1, writer=writer)
+        assert source.publish_slices(0, weight_slices(named_weights(model), workers))
+        published = source.weight_set()
+        assert published is not None
+        assert published.tensors.keys() == complete.keys()
+        for name, value in complete.items():
+            expected, held = host_tensor(value), published.tensors[name]
+            assert (held.dtype, held.shape) == (expected.dtype, expected.shape)
+            assert np.array_equal(held.data, expected.data), name
+            assert source.tensor_digests()[name] == tensor_digest(expected)
+        source.close()
+    writer.close()
 
 
 def restored_state(optimizer: Any, workers: Workers, folder: Path, saves: int) -> dict[str, torch.Tensor]:

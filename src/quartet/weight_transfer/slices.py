@@ -1,0 +1,265 @@
+"""A publication by several ranks: each writes the slices of tensors that it holds into the memory of rank 0's weight source.
+
+So the weights are in memory once for the whole machine, and no rank receives what another one holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet.errors import OutOfMemory, QuartetError, ServiceFailed
+from quartet.system.machine import available_cores
+from quartet.weight_transfer.messages import TensorLayout
+from quartet.weight_transfer.shared_memory import Memory, Region, SharedRegion, map_region
+from quartet.weight_transfer.tensors import BLOCK_BYTES, DIGEST_BYTES, PIECE_BYTES, Bytes, block_digests
+
+WINDOW_BYTES = 2**28
+"""Bytes of slices that a rank copies at a time, so that several threads have work."""
+_REPORT = 5
+"""Numbers of a report for each tensor: see ``_Task.report``."""
+
+
+class Ranks(Protocol):
+    """The ranks of a trainer. All of them make the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def broadcast(self, data: bytes) -> bytes:
+        """Return the data of rank 0."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return the data of every rank on rank 0, on the others nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """What this rank writes of a tensor: ``num_bytes`` from byte ``begin`` on.
+
+    ``read`` returns them, uint8 [num_bytes]. All ranks call it for every tensor in the same order, because it may need all.
+    """
+
+    layout: TensorLayout
+    begin: int
+    num_bytes: int
+    read: Callable[[], Bytes]
+
+
+Target = tuple[Bytes, bool] | None
+"""Memory of a whole tensor, and whether to write to it; otherwise it is only compared. None: there is nothing to do."""
+
+
+class SliceWriter:
+    """The work of one rank in publications. Use it from the thread on which the ranks exchange data."""
+
+    def __init__(self, ranks: Ranks, num_threads: int | None = None) -> None:
+        """``num_threads`` defaults to the cores."""
+        self.ranks = ranks
+        self._pool = ThreadPoolExecutor(num_threads or available_cores(), thread_name_prefix="weight slices")
+        self._maps: list[Bytes] = []
+        self._regions: list[Region] = []
+
+    def follow(self, slices: Sequence[TensorSlice]) -> bool:
+        """Do what rank 0 asks for in one publication. Return False if it wants whole tensors instead.
+
+        Raises the errors that all ranks have.
+        """
+        while True:
+            plan = json.loads(self.ranks.broadcast(b""))
+            if "error" in plan:
+                raise (OutOfMemory if plan["kind"] == "OutOfMemory" else ServiceFailed)(plan["error"])
+            if "end" in plan:
+                return bool(plan["end"])
+            self.ranks.gather(self._attempt(partial(self._follow, plan, slices)))
+
+    def _follow(self, plan: dict[str, Any], slices: Sequence[TensorSlice]) -> bytes:
+        self._maps += [map_region(SharedRegion(*each), writes=True) for each in plan["regions"]]
+        return self._write(slices, [self._target(*each) for each in zip(plan["places"], slices, strict=True)])
+
+    def _target(self, place: list[int] | None, part: TensorSlice) -> Target:
+        if place is None:
+            return None
+        region, offset, writes = place
+        return self._maps[region][offset : offset + part.layout.num_bytes], bool(writes)
+
+    def lead(self, slices: Sequence[TensorSlice], targets: Sequence[tuple[Memory, bool] | None]) -> list[Report]:
+        """Let every rank write its slices, or compare them. Return one report for each tensor. Rank 0 calls it.
+
+        Raises ServiceFailed if a rank fails, or if the slices are not whole tensors.
+        """
+        used = dict.fromkeys(target[0].region for target in targets if target is not None)
+        new = [region for region in used if region is not None and region not in self._regions]
+        self._regions += new
+        indices = {region: index for index, region in enumerate(self._regions)}
+        places = [
+            None
+            if target is None or target[0].region is None
+            else (indices[target[0].region], target[0].offset, target[1])
+            for target in targets
+        ]
+        regions = [(os.getpid(), region.fd, len(region.data)) for region in new]
+        self.ranks.broadcast(json.dumps({"regions": regions, "places": places}).encode())
+        own = [None if target is None else (target[0].data, target[1]) for target in targets]
+        reports = self.ranks.gather(self._attempt(lambda: self._write(slices, own)))
+        for region in new:
+            region.seal()
+        return _merged(reports, [each.layout for each in slices], own)
+
+    def end(self, sliced: bool = True, error: QuartetError | None = None) -> None:
+        """End a publication on all ranks, with an error if there is one. Rank 0 calls it."""
+        plan: dict[str, Any] = {"end": sliced}
+        if error is not None:
+            plan = {"error": str(error), "kind": type(error).__name__}
+        self.ranks.broadcast(json.dumps(plan).encode())
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._maps, self._regions = [], []
+
+    @staticmethod
+    def _attempt(work: Callable[[], bytes]) -> bytes:
+        """Return the report of ``work``, after a zero byte, or its error after a one: the other ranks wait for either."""
+        try:
+            return b"\0" + work()
+        except (QuartetError, MemoryError) as error:
+            return b"\1" + (str(error) or type(error).__name__).encode()
+
+    def _write(self, slices: Sequence[TensorSlice], targets: Sequence[Target]) -> bytes:
+        """Write or compare all slices. Return the report."""
+        tasks, waiting, size = list[_Task](), deque[tuple[int, list[Future[Any]]]](), 0
+        try:
+            for part, target in zip(slices, targets, strict=True):
+                tasks.append(task := _Task(part, target))
+                if target is None:
+                    continue
+                while size > WINDOW_BYTES:
+                    done, futures = waiting.popleft()
+                    size -= done
+                    for future in futures:
+                        future.result()
+                data = part.read()
+                waiting.append((len(data), [self._pool.submit(work) for work in task.pieces(data)]))
+                size += len(data)
+                del data
+            for _, futures in waiting:
+                for future in futures:
+                    future.result()
+        finally:
+            for _, futures in waiting:
+                for future in futures:
+                    if not future.cancel():
+                        future.exception()
+        numbers = np.array([task.report() for task in tasks], "<i8").reshape(-1, _REPORT)
+        return numbers.tobytes() + b"".join(task.joined() for task in tasks)
+
+
+class _Task:
+    """The work of one rank for one tensor."""
+
+    def __init__(self, part: TensorSlice, target: Target) -> None:
+        self._part, self._target = part, target
+        self._differs = False
+        end, total = part.begin + part.num_bytes, part.layout.num_bytes
+        # The blocks that lie in the slice. Rank 0 hashes those that several ranks share.
+        self._first = -(-part.begin // BLOCK_BYTES)
+        self._last = max(self._first, -(-end // BLOCK_BYTES) if end == total else end // BLOCK_BYTES)
+        if target is None or not target[1] or not part.num_bytes:
+            self._last = self._first
+        self._digests: dict[int, bytes] = {}
+
+    def report(self) -> tuple[int, ...]:
+        """Return the range in bytes, whether it differs, and the range of the blocks with digests."""
+        begin = self._part.begin
+        return begin, begin + self._part.num_bytes, int(self._differs), self._first, self._last
+
+    def joined(self) -> bytes:
+        """Return the digests of the blocks."""
+        return b"".join(self._digests[begin] for begin in sorted(self._digests))
+
+    def pieces(self, data: Bytes) -> Iterator[Callable[[], None]]:
+        """Yield functions that write or compare parts of the slice, on any thread."""
+        assert self._target is not None
+        memory, writes = self._target
+        target = memory[self._part.begin : self._part.begin + len(data)]
+        if not writes:
+            yield lambda: self._compare(data, target)
+            return
+        head = self._first * BLOCK_BYTES - self._part.begin
+        tail = self._last * BLOCK_BYTES - self._part.begin
+        if self._first == self._last:
+            yield lambda: np.copyto(target, data)
+            return
+        if head:
+            yield lambda: np.copyto(target[:head], data[:head])
+        if tail < len(data):
+            yield lambda: np.copyto(target[tail:], data[tail:])
+        for begin in range(head, min(tail, len(data)), PIECE_BYTES):
+            end = min(begin + PIECE_BYTES, tail, len(data))
+            yield partial(self._copy, begin, data[begin:end], target[begin:end])
+
+    def _copy(self, begin: int, data: Bytes, target: Bytes) -> None:
+        self._digests[begin] = block_digests(data, target)
+
+    def _compare(self, data: Bytes, target: Bytes) -> None:
+        self._differs = any(
+            not np.array_equal(data[begin : begin + BLOCK_BYTES], target[begin : begin + BLOCK_BYTES])
+            for begin in range(0, len(data), BLOCK_BYTES)
+        )
+
+
+@dataclass(slots=True)
+class Report:
+    """What the ranks did for one tensor: whether it differs from the memory, and the digests of its blocks if it was written."""
+
+    differs: bool
+    blocks: bytes = b""
+
+
+def _merged(reports: Sequence[bytes], layouts: Sequence[TensorLayout], targets: Sequence[Target]) -> list[Report]:
+    numbers: list[NDArray[np.int64]] = []
+    digests: list[memoryview] = []
+    for rank, report in enumerate(reports):
+        if report[:1] != b"\0":
+            raise ServiceFailed(f"weights: rank {rank} of {len(reports)}: {report[1:].decode(errors='replace')}")
+        size = 8 * _REPORT * len(layouts)
+        numbers.append(np.frombuffer(report, "<i8", size // 8, offset=1).reshape(-1, _REPORT))
+        digests.append(memoryview(report)[1 + size :])
+    result = []
+    at = [0] * len(reports)
+    for index, (layout, target) in enumerate(zip(layouts, targets, strict=True)):
+        rows = [each[index] for each in numbers]
+        done = 0
+        for begin, end, *_ in sorted((int(row[0]), int(row[1])) for row in rows):
+            if begin != end and begin != done:
+                break
+            done = max(done, end)
+        if done != layout.num_bytes:
+            raise ServiceFailed(f"weights: {layout.name}: the ranks have other slices than the whole tensor")
+        own = Report(any(row[2] for row in rows))
+        result.append(own)
+        if target is None or not target[1]:
+            continue
+        blocks = bytearray(-(-layout.num_bytes // BLOCK_BYTES) * DIGEST_BYTES)
+        missing = np.ones(len(blocks) // DIGEST_BYTES, np.bool_)
+        for rank, row in enumerate(rows):
+            first, last = int(row[3]), int(row[4])
+            count = (last - first) * DIGEST_BYTES
+            blocks[first * DIGEST_BYTES : last * DIGEST_BYTES] = digests[rank][at[rank] : at[rank] + count]
+            at[rank] += count
+            missing[first:last] = False
+        for block in np.flatnonzero(missing).tolist():
+            data = target[0][block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+            blocks[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES] = block_digests(data)
+        own.blocks = bytes(blocks)
+    return result

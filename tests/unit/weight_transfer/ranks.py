@@ -1,0 +1,104 @@
+"""Ranks of a trainer as threads, each with its slices of the same tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from quartet.weight_transfer.messages import TensorLayout
+from quartet.weight_transfer.slices import SliceWriter, TensorSlice
+from quartet.weight_transfer.source import WeightSource
+from quartet.weight_transfer.tensors import ITEM_BYTES, HostTensor
+from tests.waiting import LIMIT
+
+
+class ThreadRank:
+    """One of several ranks in this process."""
+
+    def __init__(self, rank: int, size: int, board: list[bytes], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self._board, self._barrier = rank, size, board, barrier
+
+    def _exchange(self, data: bytes) -> list[bytes]:
+        self._board[self.rank] = data
+        self._barrier.wait(LIMIT)
+        result = list(self._board)
+        self._barrier.wait(LIMIT)
+        return result
+
+    def broadcast(self, data: bytes) -> bytes:
+        return self._exchange(data)[0]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        every = self._exchange(data)
+        return [] if self.rank else every
+
+
+Cut = Callable[[HostTensor, int], Sequence[tuple[int, int]]]
+"""Function that returns the slice of each rank in bytes, for a number of ranks."""
+
+
+def even(tensor: HostTensor, size: int) -> list[tuple[int, int]]:
+    """Cut the first dimension as FSDP does: the last ranks may have less, or nothing."""
+    rows = tensor.shape[0] if tensor.shape else 1
+    step, row = -(-rows // size), len(tensor.data) // rows if rows else 0
+    return [(min(rows, rank * step) * row, min(rows, (rank + 1) * step) * row) for rank in range(size)]
+
+
+def random_cuts(seed: int) -> Cut:
+    """Return a function that cuts at random elements, also into empty slices."""
+    random = np.random.default_rng(seed)
+
+    def cut(tensor: HostTensor, size: int) -> list[tuple[int, int]]:
+        item = ITEM_BYTES[tensor.dtype]
+        places = sorted(item * int(each) for each in random.integers(0, len(tensor.data) // item + 1, size - 1))
+        return list(zip([0, *places], [*places, len(tensor.data)], strict=True))
+
+    return cut
+
+
+class Trainer:
+    """``size`` ranks, of which rank 0 has the source."""
+
+    def __init__(self, size: int, cut: Cut = even, **settings: Any) -> None:
+        """``settings`` of the source."""
+        self.size, self._cut = size, cut
+        board, barrier = [b""] * size, threading.Barrier(size)
+        self.writers = [SliceWriter(ThreadRank(rank, size, board, barrier), 2) for rank in range(size)]
+        self.source = WeightSource(num_threads=2, writer=self.writers[0], **settings)
+        self._threads = ThreadPoolExecutor(size)
+
+    def slices(self, tensors: Mapping[str, HostTensor]) -> list[list[TensorSlice]]:
+        """Return the slices of each rank."""
+        result: list[list[TensorSlice]] = [[] for _ in range(self.size)]
+        for name, tensor in tensors.items():
+            for rank, (begin, end) in enumerate(self._cut(tensor, self.size)):
+                data = tensor.data[begin:end]
+                result[rank].append(
+                    TensorSlice(TensorLayout.of(name, tensor), begin, end - begin, lambda data=data: data)
+                )  # type: ignore[misc]
+        return result
+
+    def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, HostTensor],
+        run: str = "",
+        slices: list[list[TensorSlice]] | None = None,
+    ) -> list[Any]:
+        """Publish a version. Return what each rank returned or raised."""
+        own, *others = self.slices(tensors) if slices is None else slices
+        calls = [
+            self._threads.submit(writer.follow, part) for writer, part in zip(self.writers[1:], others, strict=True)
+        ]
+        calls.insert(0, self._threads.submit(self.source.publish_slices, version, own, None, run))
+        return [call.exception(LIMIT) or call.result() for call in calls]
+
+    def close(self) -> None:
+        self.source.close()
+        for writer in self.writers:
+            writer.close()
+        self._threads.shutdown()
