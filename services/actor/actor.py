@@ -40,6 +40,7 @@ from quartet.services.generator.generator import Generator
 from quartet.services.memory_budget import UpdateLimits
 from quartet.services.trainable_model import TrainableModel
 from quartet.system.user_code import NotImportable, import_callable
+from quartet.weight_transfer.slices import SliceWriter
 from quartet.weight_transfer.source import WeightSource
 from quartet.weight_transfer.tensors import WeightSet
 
@@ -82,6 +83,7 @@ class Actor(TrainableModel):
         self._config, self._buffer = config, buffer
         self._engine: Engine | None = None
         self._source: WeightSource | None = None
+        self._writer: SliceWriter | None = None
         self._generator: Generator | None = None
         self._last_copy: PublishedWeights | None = None
         self._policy_loss, self._loss_function = (
@@ -172,18 +174,26 @@ class Actor(TrainableModel):
             )
         yield WeightSet(version, b"", {}), {}
 
-    def publish_to(self, source: WeightSource | None = None, generator: Generator | None = None) -> None:
+    def publish_to(
+        self,
+        source: WeightSource | None = None,
+        generator: Generator | None = None,
+        writer: SliceWriter | None = None,
+    ) -> None:
         """Publish the current policy version and every later one: to ``source``, or to the engine of ``generator``.
 
-        With neither, this rank only takes part in gathering the weights.
+        With neither, this rank only takes part: with a ``writer``, it writes its slices to the memory of rank 0's source. On rank
+        0, it is that of ``source``.
         """
-        self._source, self._generator = source, generator
+        self._source, self._generator, self._writer = source, generator, writer
         self._publish()
 
     def _publish(self) -> None:
         if self._source is None and self._generator is None and self._workers.size == 1:
             return
         version, run = self._updates.policy_version, self._updates.run
+        if self._writer is not None and self._publish_slices(self._writer, version, run):
+            return
         tensors = complete_tensors(named_weights(self._model, self._adapter), self._workers)
         if self._source is not None:
             on_host = ((name, host_tensor(value)) for name, value in tensors)
@@ -193,6 +203,16 @@ class Actor(TrainableModel):
             self._last_copy = self._generator.copy(version, tensors)
         else:
             deque(tensors, maxlen=0)
+
+    def _publish_slices(self, writer: SliceWriter, version: int, run: str) -> bool:
+        """Publish what each rank holds. Return False if the ranks cannot share memory."""
+        # Imported here because a single process does not need torch.distributed.
+        from quartet.models.workers.weight_slices import weight_slices
+
+        slices = weight_slices(named_weights(self._model, self._adapter), self._workers)  # type: ignore[arg-type]
+        if self._source is None:
+            return writer.follow(slices)
+        return self._source.publish_slices(version, slices, adapter_settings(self._adapter), run)
 
     def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
         """Restore a checkpoint. See ``TrainableModel.restore``."""
