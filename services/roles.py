@@ -126,7 +126,7 @@ def _build_actor(
     # A version is needed until its step is generated, and the one after it may be published before.
     writer = None if hosts else slice_writer(workers)
     source = (
-        WeightSource(ahead + 2, shares=rollout.share_weights, writer=writer)
+        WeightSource(ahead + 2, shares=rollout.share_weights, writer=writer, directory=rollout.share_directory)
         if (ahead if hosts else not workers.rank) and not shares
         else None
     )

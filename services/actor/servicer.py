@@ -78,9 +78,11 @@ class ActorServicer(
         return max(super().abandoned(), self._generation.abandoned(), key=itemgetter(1))
 
     def close(self) -> None:
-        """Close both compute threads."""
+        """Close both compute threads, and the weights for other processes."""
         self._generation.close()
         super().close()
+        if self._weights is not None:
+            self._weights.close()
 
     def register(self, server: grpc.Server) -> None:
         """Add this servicer to a server, and one for the weights."""

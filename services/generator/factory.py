@@ -45,7 +45,9 @@ def build_generator(
     )
 
     rollout = config.rollout
-    mirror = WeightMirror(capacity=rollout.max_off_policy_steps + 2, shares=rollout.share_weights)
+    mirror = WeightMirror(
+        capacity=rollout.max_off_policy_steps + 2, shares=rollout.share_weights, directory=rollout.share_directory
+    )
     updates = ComputeThread() if rollout.in_flight_updates else None
     return GeneratorServicer(generator, compute, threads, monitor.is_lost, mirror, WeightClients(credentials), updates)
 

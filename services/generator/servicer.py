@@ -69,10 +69,11 @@ class GeneratorServicer(ModelServicer[Generator], generation_pb2_grpc.Generation
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
 
     def close(self) -> None:
-        """Close the compute threads and the engine."""
+        """Close the compute threads, the engine and its weights."""
         super().close()
         self._updates.close()
         self.core.close()
+        self._mirror.close()
 
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         """Generate trajectories into the rollout stream. Yield an event at the start, with progress, and at the end."""

@@ -96,9 +96,13 @@ class Stack:
         return docker("exec", self.container(service), *command, check=False)
 
     def container(self, service: str) -> str:
-        """Return the id of a service's container, running or exited."""
-        (result,) = self._labelled(["ps", "--all"], f"com.docker.compose.service={service}")
+        """Return the id of a service's only container, running or exited."""
+        (result,) = self.containers(service)
         return result
+
+    def containers(self, service: str) -> list[str]:
+        """Return the ids of all containers of a service, running or exited."""
+        return self._labelled(["ps", "--all"], f"com.docker.compose.service={service}")
 
     def token(self) -> str:
         """Return the operators' token."""

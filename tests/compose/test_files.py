@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 from pathlib import Path
@@ -142,14 +143,36 @@ def test_a_service_has_only_the_secrets_that_it_needs() -> None:
 
 def test_a_service_may_write_only_the_runs_or_its_volume() -> None:
     assert {name: writable(service) for name, service in SERVICES.items() if name != "setup"} == {
-        **{name: {"/quartet/runs"} for name in ("actor", "critic", "reward", "orchestrator", "gateway")},
+        **{name: {"/quartet/runs"} for name in ("critic", "reward", "orchestrator", "gateway")},
+        "actor": {"/quartet/runs", "/quartet/sockets"},
         "reference": set(),
-        "generator": set(),
+        "generator": {"/quartet/sockets"},
         "environment": set(),
         "redis": {"/data"},
         "prometheus": {"/prometheus"},
         "grafana": {"/var/lib/grafana"},
     }
+
+
+def test_actor_and_generators_share_a_directory_in_memory_for_sockets() -> None:
+    layer = read("docker/deployment/generation-generators.yaml")
+    directory = layer["rollout"]["share_directory"]
+    sharing = {name for name, service in SERVICES.items() if mounts(service).get(directory) == "sockets"}
+    assert sharing == {"actor", "generator"}
+    assert all("pid" not in service for service in SERVICES.values()), "one would end with the other"
+    user, _, group = SERVICES["actor"]["user"].partition(":")
+    assert SERVICES["generator"]["user"] == SERVICES["actor"]["user"]
+    options = COMPOSE["volumes"]["sockets"]["driver_opts"]
+    assert (options["type"], options["device"]) == ("tmpfs", "tmpfs")
+    assert {f"uid={user}", f"gid={group}", "mode=0700"} <= set(options["o"].split(","))
+
+
+def test_the_image_imports_modules_that_exist() -> None:
+    (imports,) = re.findall(
+        r"RUN /opt/venv/bin/python -c 'import ([\w., ]+)'", (ROOT / "docker/Dockerfile").read_text()
+    )
+    for name in imports.split(", "):
+        assert importlib.util.find_spec(name) is not None, name
 
 
 def test_the_reference_reads_the_runs_for_the_versions_that_follow_the_policy() -> None:

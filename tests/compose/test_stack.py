@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -127,6 +128,17 @@ def critic_free_lora(settings: Path) -> Path:
     return changed
 
 
+def generators(settings: Path) -> Path:
+    """Write another .env, for a run whose weights go to generators."""
+    text = settings.read_text().replace(
+        "COMPOSE_PROFILES=critic,reward,reference",
+        "COMPOSE_PROFILES=critic,reward,reference,generators\nQUARTET_GENERATION=generators",
+    )
+    changed = settings.with_name(".env.generators")
+    changed.write_text(text)
+    return changed
+
+
 @pytest.fixture(scope="module")
 def images(settings: tuple[Path, int]) -> None:
     """Build the images and print their sizes."""
@@ -144,6 +156,8 @@ def stack(request: pytest.FixtureRequest, settings: tuple[Path, int], images: No
     file, port = settings
     if request.param == "critic-free-lora":
         file = critic_free_lora(file)
+    if request.param == "generators":
+        file = generators(file)
     stack = Stack(f"quartet-e2e-{secrets.token_hex(4)}", files, file, port)
     try:
         yield stack
@@ -218,6 +232,49 @@ def test_a_run_without_critic_and_reference_starts_neither(stack: Stack) -> None
     for absent in ("critic", "reference"):
         with pytest.raises(ValueError, match="not enough values"):
             stack.container(absent)
+
+
+@pytest.mark.parametrize("stack", ["generators"], indirect=True)
+def test_generators_read_the_weights_from_the_memory_of_the_actor(stack: Stack) -> None:
+    stack.compose("up", "--detach", "--scale", "generator=2")
+    token = stack.token()
+    wait_for(lambda: steps(stack, token) >= 7, "seven steps")
+    sockets = socket_names(stack)
+    assert len(sockets) == 3, "one for each process"
+    for service in ("actor", "generator"):
+        killed = stack.containers(service)
+        for container in killed:
+            docker("exec", container, "sh", "-c", "kill -KILL -1", check=False)
+        wait_for(lambda service=service: restarts(stack, service) >= 1, f"restarts of {service}")  # type: ignore[misc]
+        # What a killed process leaves, the next one removes.
+        expected, before = len(sockets) - len(killed), sockets
+        wait_for(  # type: ignore[misc]
+            lambda before=before, expected=expected: len(before & socket_names(stack)) == expected, "stale sockets"
+        )
+        wait_for(lambda: len(socket_names(stack)) == 3, "new sockets")
+        sockets, loads = socket_names(stack), len(ways(stack))
+        wait_for(lambda loads=loads: len(ways(stack)) >= loads + 4, "four loads")  # type: ignore[misc]
+        print(f"{service} killed: {len(before - sockets)} sockets replaced; {len(ways(stack))} loads until now")
+    assert set(ways(stack)) == {"shared memory"}
+    assert "weights are sent" not in stack.compose("logs", "generator")
+    wait_for(lambda: stack.inspect("orchestrator")["State"]["Status"] == "exited", "the end of the run")
+    assert stack.inspect("orchestrator")["State"]["ExitCode"] == 0, stack.logs("orchestrator")
+    print(f"{len(ways(stack))} loads, all by {set(ways(stack))}")
+
+
+def ways(stack: Stack) -> list[str]:
+    """Return the way of each version that the generators have loaded, also before they were killed."""
+    return re.findall(r"weights loaded.*way=\W*'([\w ]+)'", stack.compose("logs", "--no-color", "generator"))
+
+
+def socket_names(stack: Stack) -> set[str]:
+    return set(stack.run_in("actor", "ls", "-A", "sockets").stdout.split())
+
+
+def restarts(stack: Stack, service: str) -> int:
+    """Return how often the container that was restarted least was."""
+    counts = docker("inspect", "--format", "{{.RestartCount}}", *stack.containers(service)).stdout.split()
+    return min(map(int, counts))
 
 
 def steps(stack: Stack, token: str) -> int:

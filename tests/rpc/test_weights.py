@@ -289,6 +289,10 @@ RESPONSES: dict[str, tuple[weights_pb2.GetWeightsResponse, str]] = {
     "too many dimensions": (tensor_with(shape=[1] * 9), "at most 8 dimensions, got 9"),
     "a shape beyond memory": (tensor_with(shape=[2**63, 2**63]), "expected at most 4398046511104 bytes"),
     "a tensor without digest": (tensor_with(digest=b""), "tensor w: digest: expected 16 bytes"),
+    "a socket outside the directory": (
+        manifest_with(regions=[weights_pb2.SharedRegion(socket=f"../weights-{'0' * 32}")]),
+        "regions.socket '../weights-0000",
+    ),
     "no chunks": (chunk_with(0), "expected at least one"),
     "an unknown encoding": (chunk_with(encoding=9), "encoding 9: unknown"),
     "an empty chunk": (chunk_with(data=b""), "expected 1 to"),

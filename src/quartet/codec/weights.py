@@ -8,6 +8,7 @@ from quartet.codec.checks import check_digest, within
 from quartet.codec.messages import content, from_message, numbers_of, to_message
 from quartet.errors import InvalidRequest
 from quartet.v1 import weights_pb2
+from quartet.weight_transfer.descriptors import SOCKET_NAME
 from quartet.weight_transfer.messages import (
     MAX_DIMENSIONS,
     MAX_ENCODED_BYTES,
@@ -154,6 +155,11 @@ def _manifest(message: weights_pb2.WeightManifest) -> Manifest:
     digests = tuple(tensor.digest for tensor in message.tensors)
     if (count := len(message.regions)) > MAX_REGIONS:
         raise InvalidRequest(f"regions: expected at most {MAX_REGIONS}, got {count}")
+    for region in message.regions:
+        if region.socket and not SOCKET_NAME.fullmatch(region.socket):
+            raise InvalidRequest(
+                f"regions.socket {region.socket[:80]!r}: expected the name of a socket, such as weights-{'0f' * 16}"
+            )
     places = tuple((tensor.region, tensor.offset) for tensor in message.tensors) if count else ()
     if any(region >= count for region, _ in places):
         raise InvalidRequest(f"tensors.region: expected less than {count}")

@@ -267,6 +267,9 @@ class RolloutConfig(Section):
     max_off_policy_steps. Timing decides which policy generates a token, so such a run does not repeat bit-identically."""
     share_weights: bool = True
     """Let generators on the actor's machine read each new policy from its memory. Elsewhere, and with false, it is sent."""
+    share_directory: Path | None = None
+    """Directory that actor and generators see, for those in different containers of one machine: sockets in it give access to the
+    memory. Null: the memory is found in /proc, so they need one namespace of processes."""
     score_batch_size: Count = 16
     """Number of responses per scoring batch. A batch has the responses of neighbouring prompts, and is scored when all of them
     are finished."""

@@ -121,7 +121,8 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
                 f"{name}.gradient_checkpointing is true, and torch does not compile recomputed layers",
             )
     if not config.has_generators:
-        yield "rollout", ("share_weights",), "the actor generates, and its engine has the weights"
+        reason = "the actor generates, and its engine has the weights"
+        yield "rollout", ("share_weights", "share_directory"), reason
 
 
 def _given(config: Config, path: str, names: tuple[str, ...]) -> list[str]:

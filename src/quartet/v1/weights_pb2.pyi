@@ -107,8 +107,9 @@ class GetWeightsRequest(_message.Message):
     wait_seconds: _builtins.float
     """Seconds to wait for a version that the service does not have yet. 0 fails at once with FAILED_PRECONDITION."""
     machine: _builtins.str
-    """Name of the machine on which the caller can map memory of other processes: "BOOT_ID pid:[INODE] UID". If it is that of the
-    service, the service may answer with regions of shared memory. Empty for a caller that wants chunks.
+    """Name of the machine on which the caller can map memory of other processes: "BOOT_ID pid:[INODE] UID", or with a directory for
+    sockets "BOOT_ID dir:[DEVICE:INODE] UID". If it is that of the service, the service may answer with regions of shared memory.
+    Empty for a caller that wants chunks.
     """
     def __init__(
         self,
@@ -140,22 +141,29 @@ class SharedRegion(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     FD_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    SOCKET_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
-    """Process whose descriptor it is."""
+    """Process whose descriptor it is, in its own namespace of processes."""
     fd: _builtins.int
     """The descriptor."""
     num_bytes: _builtins.int
     """Size in bytes."""
+    socket: _builtins.str
+    """Name of a Unix socket of the process (SOCK_SEQPACKET) in the directory of `machine`: "weights-" and 32 hexadecimal digits. Who
+    connects gets one message with the descriptors (SCM_RIGHTS): a native uint32 with their count, and one for the number of each.
+    The connection ends with the process. Empty: the descriptor is /proc/PID/fd/FD.
+    """
     def __init__(
         self,
         *,
         pid: _builtins.int = ...,
         fd: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
+        socket: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fd", b"fd", "num_bytes", b"num_bytes", "pid", b"pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fd", b"fd", "num_bytes", b"num_bytes", "pid", b"pid", "socket", b"socket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import structlog
@@ -14,6 +15,7 @@ import structlog
 from quartet.config.section import pause_after
 from quartet.contract.weights import TransferWay
 from quartet.errors import InvalidRequest, NoResponse, QuartetError, ServiceBusy, ServiceFailed
+from quartet.weight_transfer.mapped_regions import MappedRegions, process_of
 from quartet.weight_transfer.messages import (
     CHUNK_BYTES,
     MAX_LINKS,
@@ -24,7 +26,6 @@ from quartet.weight_transfer.messages import (
     WeightPeer,
     WeightsRequest,
 )
-from quartet.weight_transfer.shared_memory import map_region
 from quartet.weight_transfer.store import Link, LinkedStore, Position, apply_differences, check_names, version_of
 from quartet.weight_transfer.tensors import HostTensor, WeightSet, combined_digest, tensor_digest
 
@@ -80,14 +81,15 @@ class WeightMirror(LinkedStore):
         num_threads: int | None = None,
         max_bytes: int | None = None,
         shares: bool = True,
+        directory: Path | None = None,
     ) -> None:
         """``max_bytes``: maximum size of the weights. Defaults to this machine's memory. See ``WeightStore`` for the rest."""
-        super().__init__(name, capacity, num_threads, shares)
+        super().__init__(name, capacity, num_threads, shares, directory)
         self._max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._lease: Iterator[Message] | None = None
-        # Addresses of sources whose memory cannot be mapped.
-        self._not_shared: set[str] = set()
-        self._explained: set[str] = set()
+        self._mapped = MappedRegions(self._directory)
+        # Address and process of each source whose weights are sent; without the process on other machines.
+        self._sent: set[tuple[str, str]] = set()
         # The version before, and the digests of its tensors.
         self._seen: tuple[bytes, Mapping[str, bytes]] = b"", {}
 
@@ -118,6 +120,7 @@ class WeightMirror(LinkedStore):
             for rounds in count(1):
                 busy = []
                 for source in remaining:
+                    shares = True
                     # By shared memory, as a delta, as everything.
                     for _ in range(3):
                         have = self._versions[-1] if self._versions and delta and self._run == run else None
@@ -128,7 +131,7 @@ class WeightMirror(LinkedStore):
                             None if have is None else have.number,
                             b"" if have is None else have.digest,
                             wait_seconds,
-                            "" if source.address in self._not_shared else self._machine,
+                            self._machine if shares else "",
                         )
                         try:
                             return self._pull(source, request, deadline, start)
@@ -136,9 +139,8 @@ class WeightMirror(LinkedStore):
                             errors.append(error)
                             busy.append(source)
                             break
-                        except _NotShared as error:
-                            self._not_shared.add(source.address)
-                            self._explain(source, str(error))
+                        except _NotShared:
+                            shares = False
                         except WrongWeights as error:
                             errors.append(ServiceFailed(str(error)))
                             if have is None:
@@ -167,17 +169,19 @@ class WeightMirror(LinkedStore):
     def close(self) -> None:
         """End the threads and all streams. Forget all weights."""
         self.release()
+        self._mapped.clear()
         super().close()
 
-    def _explain(self, source: WeightPeer, reason: str) -> None:
-        """Say once for each source why its weights are sent."""
-        if self._machine and source.address not in self._explained:
-            self._explained.add(source.address)
+    def _explain(self, source: WeightPeer, process: str, reason: str) -> None:
+        """Say once for each process why its weights are sent. ``process``: empty for one on another machine."""
+        if self._machine and (source.address, process) not in self._sent:
+            self._sent.add((source.address, process))
             log.info(
                 "weights are sent, not shared",
                 source=source.address,
                 reason=reason,
-                remedy="to share them, run both on one machine, as one user and in one namespace of processes and users",
+                remedy="to share them, run both on one machine and as one user, in one namespace of processes and users or with "
+                "one directory at rollout.share_directory",
             )
 
     def _fail(self) -> None:
@@ -211,7 +215,8 @@ class WeightMirror(LinkedStore):
                 pulled = self._map(manifest, source, start)
                 self._lease = stream
                 return pulled
-            self._explain(source, "it is on another machine, of another user, or in another namespace of processes")
+            if request.machine:
+                self._explain(source, "", "it is on another machine, of another user, or in another container")
             base_digest = b"" if manifest.base_version is None else self._versions[-1].digest
             if manifest.base_version is None:
                 received = self._receive_everything(manifest, stream, request.run)
@@ -260,16 +265,23 @@ class WeightMirror(LinkedStore):
         return manifest
 
     def _map(self, manifest: Manifest, source: WeightPeer, start: float) -> PulledWeights:
-        """Map the memory that a source shares. Raises _NotShared."""
+        """Map the memory that a source shares. Raises _NotShared, also for a process whose memory could not be mapped before."""
+        process = process_of(manifest.regions)
+        if (source.address, process) in self._sent:
+            raise _NotShared
         try:
-            memory = [map_region(region) for region in manifest.regions]
+            memory = self._mapped.map(manifest.regions)
         except QuartetError as error:
-            raise _NotShared(str(error)) from None
+            self._explain(source, process, str(error))
+            raise _NotShared from None
         tensors = {}
         for layout, (region, offset) in zip(manifest.layouts, manifest.places, strict=True):
             data = memory[region][offset : offset + layout.num_bytes]
             if len(data) != layout.num_bytes:
-                raise _NotShared(f"{layout.name}: its {layout.num_bytes} bytes go beyond the end of region {region}")
+                self._explain(
+                    source, process, f"{layout.name}: its {layout.num_bytes} bytes go beyond the end of region {region}"
+                )
+                raise _NotShared
             tensors[layout.name] = HostTensor(layout.dtype, layout.shape, data)
         digests = dict(zip(tensors, manifest.digests, strict=True))
         base, before = self._seen

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from quartet.errors import OutOfMemory, QuartetError, ServiceFailed
 from quartet.system.machine import available_cores
+from quartet.weight_transfer.mapped_regions import map_for_writing
 from quartet.weight_transfer.messages import TensorLayout
-from quartet.weight_transfer.shared_memory import Memory, Region, SharedRegion, map_region
+from quartet.weight_transfer.shared_memory import Memory, Region, SharedRegion
 from quartet.weight_transfer.tensors import BLOCK_BYTES, DIGEST_BYTES, PIECE_BYTES, Bytes, block_digests
 
 WINDOW_BYTES = 2**28
@@ -83,7 +84,7 @@ class SliceWriter:
             self.ranks.gather(self._attempt(partial(self._follow, plan, slices)))
 
     def _follow(self, plan: dict[str, Any], slices: Sequence[TensorSlice]) -> bytes:
-        self._maps += [map_region(SharedRegion(*each), writes=True) for each in plan["regions"]]
+        self._maps += [map_for_writing(SharedRegion(*each)) for each in plan["regions"]]
         return self._write(slices, [self._target(*each) for each in zip(plan["places"], slices, strict=True)])
 
     def _target(self, place: list[int] | None, part: TensorSlice) -> Target:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -72,6 +73,7 @@ class WeightSource(WeightStore):
         num_threads: int | None = None,
         shares: bool = True,
         writer: SliceWriter | None = None,
+        directory: Path | None = None,
     ) -> None:
         """``capacity``: versions in the window, one less during a publication. At least 2. See ``WeightStore`` for the rest.
 
@@ -79,7 +81,7 @@ class WeightSource(WeightStore):
         """
         if capacity < 2:
             raise InvalidRequest(f"capacity {capacity}: expected at least 2")
-        super().__init__("this weight source", capacity, num_threads, shares)
+        super().__init__("this weight source", capacity, num_threads, shares, directory)
         self._slice_writer = writer
         if writer is not None:
             self._allocator = Allocator(seals=False)

@@ -11,11 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import TypeVar
+
+import structlog
 
 from quartet.errors import Cancelled, FailedPrecondition, InvalidRequest, ServiceUnavailable
 from quartet.system.machine import available_cores
 from quartet.weight_transfer.delta import Difference
+from quartet.weight_transfer.descriptors import DescriptorServer, SharedDirectory
 from quartet.weight_transfer.messages import (
     CHUNK_BYTES,
     MAX_LINKS,
@@ -29,6 +33,8 @@ from quartet.weight_transfer.messages import (
 )
 from quartet.weight_transfer.shared_memory import Allocator, Memory, SharedRegion, machine
 from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, Bytes, HostTensor, WeightSet, combined_digest
+
+log = structlog.get_logger()
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -55,15 +61,20 @@ class WeightStore(ABC):
     memory. A stream that has started sends its version to the end, even if newer versions arrive.
     """
 
-    def __init__(self, name: str, capacity: int, num_threads: int | None, shares: bool = True) -> None:
+    def __init__(
+        self, name: str, capacity: int, num_threads: int | None, shares: bool = True, directory: Path | None = None
+    ) -> None:
         """``name`` is for messages, ``capacity`` the number of versions in the window. ``num_threads`` defaults to the cores.
 
-        ``shares``: let processes on this machine read the memory.
+        ``shares``: let processes on this machine read the memory. ``directory``: a directory that all of them see, if they are
+        in different containers.
         """
         if not 1 <= capacity <= MAX_LINKS + 1:
             raise InvalidRequest(f"capacity {capacity}: expected 1 to {MAX_LINKS + 1}")
         self._name = name
         self._capacity = capacity
+        self._directory: SharedDirectory | None = None
+        self._socket: DescriptorServer | None = None
         self._machine = machine() if shares else ""
         self._state = threading.Condition()
         # One writer at a time. It holds the state's lock only while it starts and ends.
@@ -77,6 +88,23 @@ class WeightStore(ABC):
         self._versions: list[Version] = []
         self._failures = 0
         self._closed = False
+        if self._machine and directory is not None:
+            self._share_through(directory)
+
+    def _share_through(self, path: Path) -> None:
+        """Give the descriptors of the memory to processes that see the directory."""
+        try:
+            directory = SharedDirectory(path)
+            self._socket = DescriptorServer(directory, lambda: self._allocator.regions)
+        except (OSError, RuntimeError) as error:
+            log.warning(
+                "weights are not shared between containers",
+                directory=str(path),
+                reason=str(error),
+                remedy=f"mount one directory there in all of them, which user {os.geteuid()} may write to",
+            )
+        else:
+            self._directory, self._machine = directory, machine(directory)
 
     @property
     def machine(self) -> str:
@@ -139,6 +167,8 @@ class WeightStore(ABC):
             self._versions, self._memories, self._layouts = [], [], ()
             self._allocator = Allocator(bool(self._machine))
             self._state.notify_all()
+        if self._socket is not None:
+            self._socket.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def stream(
@@ -182,7 +212,8 @@ class WeightStore(ABC):
         regions = list(dict.fromkeys(memory.region for memory in memories if memory.region is not None))
         indices = {region: index for index, region in enumerate(regions)}
         places = tuple((indices[memory.region], memory.offset) for memory in memories if memory.region is not None)
-        shared = tuple(SharedRegion(os.getpid(), region.fd, len(region.data)) for region in regions)
+        name = "" if self._socket is None else self._socket.name
+        shared = tuple(SharedRegion(os.getpid(), region.fd, len(region.data), name) for region in regions)
         yield replace(manifest, data_bytes=0, regions=shared, places=places)
         with self._state:
             while not cancelled() and not self._closed:
@@ -267,8 +298,10 @@ class Link:
 class LinkedStore(WeightStore):
     """The newest version in memory, and the differences to the versions before it."""
 
-    def __init__(self, name: str, capacity: int, num_threads: int | None, shares: bool = True) -> None:
-        super().__init__(name, capacity, num_threads, shares)
+    def __init__(
+        self, name: str, capacity: int, num_threads: int | None, shares: bool = True, directory: Path | None = None
+    ) -> None:
+        super().__init__(name, capacity, num_threads, shares, directory)
         # _links[i] is the difference between _versions[i] and _versions[i + 1].
         self._links: list[Link] = []
         # Memory of tensors that the newest version does not use, by name.

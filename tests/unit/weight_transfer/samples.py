@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from quartet.weight_transfer.tensors import (
 
 Tensors = dict[str, HostTensor]
 RUN = "run"
+REGION = "memfd:quartet-weights"
 GONE = ServiceUnavailable("actor at local: unavailable")
 
 
@@ -120,3 +123,14 @@ def published(source: WeightSource) -> tuple[Tensors, Tensors]:
     source.publish(0, before.items(), run=RUN)
     source.publish(1, after.items(), run=RUN)
     return before, after
+
+
+def mapped() -> int:
+    """Return how many regions of weights this process maps."""
+    return sum(REGION in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def opened() -> int:
+    """Return how many descriptors of regions this process has."""
+    links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
+    return sum(REGION in os.readlink(link) for link in links if os.path.islink(link))

@@ -11,14 +11,25 @@ import pytest
 
 from quartet.errors import InvalidRequest, OutOfMemory, ServiceFailed, ServiceUnavailable
 from quartet.weight_transfer import shared_memory, slices
+from quartet.weight_transfer.mapped_regions import map_for_writing
 from quartet.weight_transfer.receiver import WeightMirror
-from quartet.weight_transfer.shared_memory import SharedRegion, map_region
+from quartet.weight_transfer.shared_memory import SharedRegion
 from quartet.weight_transfer.slices import TensorSlice
 from quartet.weight_transfer.source import WeightSource
 from quartet.weight_transfer.tensors import BLOCK_BYTES, PIECE_BYTES, Bytes
 from tests.unit.weight_transfer.ranks import Cut, Trainer, even, random_cuts
-from tests.unit.weight_transfer.samples import RUN, assert_equal, changed, digest, history, pull, tensor, weights
-from tests.unit.weight_transfer.test_shared_memory import mapped, opened
+from tests.unit.weight_transfer.samples import (
+    RUN,
+    assert_equal,
+    changed,
+    digest,
+    history,
+    mapped,
+    opened,
+    pull,
+    tensor,
+    weights,
+)
 
 
 @pytest.fixture
@@ -62,7 +73,7 @@ def test_slices_that_share_a_block_or_have_several_pieces_are_hashed_once(monkey
 def test_what_never_changes_has_one_place_and_is_not_written_again() -> None:
     trainer, first = Trainer(3), weights()
     trainer.publish(0, first)
-    (region,) = trainer.source._allocator._regions
+    (region,) = trainer.source._allocator.regions
     used = region.used
     for number in range(1, 4):
         tensors = changed(first, number, 0.5, "model.norm.weight")
@@ -88,9 +99,9 @@ def test_nobody_else_can_map_the_memory_for_writing(mirror: WeightMirror) -> Non
     trainer, tensors = Trainer(2), weights()
     trainer.publish(0, tensors, RUN)
     assert pull(mirror, trainer.source, 0, tensors).way == "shared memory"
-    (region,) = trainer.source._allocator._regions
+    (region,) = trainer.source._allocator.regions
     with pytest.raises(ServiceUnavailable, match="cannot map the shared memory"):
-        map_region(SharedRegion(shared_memory.os.getpid(), region.fd, len(region.data)), writes=True)
+        map_for_writing(SharedRegion(shared_memory.os.getpid(), region.fd, len(region.data)))
     trainer.close()
 
 
