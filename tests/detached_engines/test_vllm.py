@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -165,7 +165,7 @@ def merged(adapter: Arrays) -> Arrays:
     return {name: values.astype(np.float32) for name, values in result.items()}
 
 
-def test_an_adapter_travels_alone_and_ends_with_the_engine(folder: Path) -> None:
+def test_an_adapter_travels_alone_also_in_flight_and_ends_with_the_engine(folder: Path) -> None:
     engine = vllm_engine(folder)
     try:
         batch = requests(8, tokens=40)
@@ -175,6 +175,15 @@ def test_an_adapter_travels_alone_and_ends_with_the_engine(folder: Path) -> None
             digests = engine.load_weights(weights, weights.tensors.keys() if version == 1 else adapter.keys())
             assert digests == expected_digests(weights)
             assert tokens(run(engine, batch, temperature=0.0)) == greedy(folder, merged(adapter), batch)
+        former, before, adapter = adapter, weights, adapter_arrays(7)
+        weights = weight_set({**VALUES, **adapter}, 3, ADAPTER)
+        update = Update(engine, weights, changed=adapter)
+        responses = update.run()
+        digests = update.digests.result()
+        assert digests == expected_digests(weights)
+        references = (Reference(folder, merged(values)) for values in (former, adapter))
+        check_parts(responses, *references, before, weights)
+        assert tokens(run(engine, batch, temperature=0.0)) == greedy(folder, merged(adapter), batch)
         engine.flip_adapter("model.layers.1.mlp.down_proj")
         reread = engine.adapter_digests()
         changed = f"base_model.model.model.layers.{LAYERS - 1}.mlp.down_proj.lora_B.weight"
@@ -221,8 +230,12 @@ LONG = requests(3, tokens=12)
 class Update:
     """An update that begins on another thread as soon as a generation has made some tokens."""
 
-    def __init__(self, engine: BreakableVLLM, weights: WeightSet, after: int = 12) -> None:
+    def __init__(
+        self, engine: BreakableVLLM, weights: WeightSet, after: int = 12, changed: Collection[str] | None = None
+    ) -> None:
+        """``changed`` names the tensors that change; all by default."""
         self._engine, self._weights, self._after = engine, weights, after
+        self._changed = weights.tensors.keys() if changed is None else changed
         self.digests: Future[Mapping[str, bytes]] = Future()
 
     def run(self) -> list[EngineResponse]:
@@ -237,28 +250,35 @@ class Update:
             ):
                 pass
             try:
-                self.digests.set_result(self._engine.load_weights(self._weights, self._weights.tensors.keys()))
+                self.digests.set_result(self._engine.load_weights(self._weights, self._changed))
             except ServiceFailed as error:
                 self.digests.set_exception(error)
             return generation.result(SECONDS)
 
 
 def test_in_flight_updates_change_the_weights_in_the_middle_of_a_response(engine: BreakableVLLM, folder: Path) -> None:
-    former, newer = Reference(folder, VALUES), Reference(folder, arrays(seed=4))
     weights = weight_set(arrays(seed=4), version=2)
     update = Update(engine, weights)
     responses = update.run()
     assert update.digests.result() == expected_digests(weights)
+    check_parts(responses, Reference(folder, VALUES), Reference(folder, arrays(seed=4)), weight_set(VALUES), weights)
+    # The prompts of the next generation are computed by the new weights.
+    assert tokens(run(engine, LONG, temperature=0.0)) == greedy(folder, arrays(seed=4), LONG)
+
+
+def check_parts(
+    responses: list[EngineResponse], former: Reference, newer: Reference, before: WeightSet, after: WeightSet
+) -> None:
+    """Check that the weights of greedy responses change from ``before`` to ``after`` where they say."""
     for response in responses:
         first, second = response.spans
         assert [(span.policy_version, span.weights_digest) for span in response.spans] == [
-            (1, weight_set(VALUES).digest),
-            (2, weights.digest),
+            (before.version, before.digest),
+            (after.version, after.digest),
         ]
         assert first.tokens + second.tokens == len(response.token_ids) == 100
         assert response.log_probs is not None
         ids, old = list(response.token_ids), first.tokens
-        # Token by token, the weights change where the spans say.
         assert ids[:old] == former.greedy(response.request, old, stop=-1)
         np.testing.assert_allclose(
             response.log_probs[:old], former.log_probs(response.request, ids, 1.0)[:old], atol=1e-3
@@ -266,8 +286,6 @@ def test_in_flight_updates_change_the_weights_in_the_middle_of_a_response(engine
         continued = newer.continued(former, response.request, ids, old)
         assert ids[old:] == [row.argmax() for row in continued]
         assert not np.allclose(newer.log_probs(response.request, ids, 1.0)[old:], response.log_probs[old:], atol=1e-2)
-    # The prompts of the next generation are computed by the new weights.
-    assert tokens(run(engine, LONG, temperature=0.0)) == greedy(folder, arrays(seed=4), LONG)
 
 
 def test_an_update_in_flight_that_arrives_in_part_ends_the_generation(engine: BreakableVLLM, folder: Path) -> None:

@@ -130,7 +130,7 @@ class VLLMEngine:
             self._salt = ""  # A failure below must not leave a mixture that generates.
             in_flight = self._generations > 0
             if in_flight:
-                self._pause(weights)
+                self._pause()
             try:
                 digests = self._load_version(weights, changed)
                 if in_flight and combined_digest(digests) != weights.digest:
@@ -152,10 +152,8 @@ class VLLMEngine:
                 raise
             return digests
 
-    def _pause(self, weights: WeightSet) -> None:
-        """Stop vLLM between two tokens. Raises ConfigError with an adapter."""
-        if weights.adapter is not None:
-            raise ConfigError(f"{NAME}: an adapter cannot change in the middle of a response")
+    def _pause(self) -> None:
+        """Stop vLLM between two tokens."""
         # It returns when the output of the last step has left vLLM's engine core.
         self._process.call(self._process.llm.pause_generation(mode="keep", clear_cache=False), "pause_generation")
         self._paused = True

@@ -28,7 +28,6 @@ class VLLMWeights:
     def __init__(self, process: VLLMProcess, model: str, folder: Path) -> None:
         self._process, self._model, self._folder = process, model, folder
         self._modules: dict[str, list[str]] = {}
-        self._lora_count = 0
         # Of the last load: the regions of each tensor, their digests, and the adapter.
         self._verified: tuple[dict[str, list[Any]], dict[str, bytes], AdapterSettings | None] | None = None
         self.lora: Any = None
@@ -39,13 +38,17 @@ class VLLMWeights:
 
         ``changed`` names the tensors that differ from the loaded version.
         """
-        self._verified = None
+        before, self._verified = self._verified, None
         base = base_tensors(weights)
         loaded = self._closure(set(changed) & base.keys())
         if loaded:
             self._load({name: base[name] for name in base if name in loaded})
-        held = self._held(base)
-        digests = {name: combined_regions(name, base[name], entries) for name, entries in held.items()}
+        if before is not None and weights.adapter is not None and not loaded:
+            # The base stays as it is. It is read back after each generation.
+            held, digests = before[0], dict(before[1])
+        else:
+            held = self._held(base)
+            digests = {name: combined_regions(name, base[name], entries) for name, entries in held.items()}
         self._verified = held, dict(digests), weights.adapter
         if weights.adapter is not None:
             digests |= self._load_adapter(weights, weights.adapter)
@@ -96,19 +99,19 @@ class VLLMWeights:
         return {name: [entry for rank in ranks for entry in rank.get(name, ())] for name in names}
 
     def _load_adapter(self, weights: WeightSet, adapter: AdapterSettings) -> dict[str, bytes]:
-        """Load the adapter under a new id, and return the digests of its matrices."""
+        """Load the adapter in the place of the one before, and return the digests of its matrices.
+
+        Its id stays the same, so that running requests, which name it, continue with the new matrices.
+        """
         folder = self._folder / "adapter"
         shutil.rmtree(folder, ignore_errors=True)
         write_adapter(folder, self._model, adapter, adapter_tensors(weights))
         from vllm.lora.request import LoRARequest
 
-        llm, call = self._process.llm, self._process.call
-        if self.lora is not None:
-            call(llm.remove_lora(self.lora.lora_int_id), "remove_lora")
-        self._lora_count += 1
-        # A new id for each version: vLLM keeps an adapter by its id.
-        self.lora = LoRARequest(f"policy-{self._lora_count}", self._lora_count, str(folder))
-        if not call(llm.add_lora(self.lora), "add_lora"):
+        # vLLM loads each adapter once by its id, unless a request says otherwise. Those of generations do not.
+        self.lora = LoRARequest("policy", 1, str(folder))
+        replacing = LoRARequest("policy", 1, str(folder), load_inplace=True)
+        if not self._process.call(self._process.llm.add_lora(replacing), "add_lora"):
             raise ServiceFailed(f"{NAME}: did not load the adapter of policy version {weights.version}")
         return self.read_back_adapter(adapter)
 
