@@ -29,7 +29,13 @@ _DTYPES = {"float": "float32", "half": "float16"}
 
 
 PROPERTIES = EngineProperties(
-    "sglang-server", seeded=False, batch_invariant=False, log_probs="whole", weights="folder", digest="reported"
+    "sglang-server",
+    seeded=False,
+    batch_invariant=False,
+    log_probs="whole",
+    weights="folder",
+    digest="reported",
+    in_flight_updates=True,
 )
 """Guarantees with default settings."""
 
@@ -46,12 +52,16 @@ class SGLangServerEngine(ServerEngine):
 
     @property
     def properties(self) -> EngineProperties:
-        """Guarantees of this server. Its own checksums are hashes computed by the GPU, which another process cannot compare."""
+        """Guarantees of this server. Its own checksums are hashes computed by the GPU, which another process cannot compare.
+
+        It keeps the adapter of a response until its end.
+        """
         return replace(
             PROPERTIES,
             seeded=self._deterministic,
             batch_invariant=self._deterministic,
             weights="adapter" if self.server.weights == "lora" else "folder",
+            in_flight_updates=self.server.weights == "folder",
         )
 
     @property
@@ -128,7 +138,7 @@ class SGLangServerEngine(ServerEngine):
             body["lora_path"] = self.adapter
         return body
 
-    def receive(self, partial: Partial, data: Mapping[str, Any], sampling: SamplingParameters, version: str) -> None:
+    def receive(self, partial: Partial, data: Mapping[str, Any], sampling: SamplingParameters) -> None:
         """Add one event: the tokens so far, or with --incremental-streaming-output the next tokens."""
         where = f"{self.server}: response to {partial.request.id}"
         meta = data["meta_info"]
@@ -152,7 +162,7 @@ class SGLangServerEngine(ServerEngine):
                 f"{where}: stopped at token {last}, which is a stop token of the served checkpoint and not of the policy; "
                 "correct eos_token_id in the server's generation_config.json and config.json"
             )
-        self.check_versions(partial, meta.get("weight_versions"), version)
+        self.check_versions(partial, meta.get("weight_versions"))
         partial.finished, partial.stopped = True, reason["type"] == "stop"
 
     def abort(self, keys: Sequence[str]) -> None:
@@ -160,13 +170,22 @@ class SGLangServerEngine(ServerEngine):
         for key in keys:
             self.client.post("/abort_request", {"rid": key}, ABORT_SECONDS)
 
-    def load_checkpoint(self, weights: WeightSet, folder: str) -> str:
-        """Load the checkpoint in the folder and flush the prefix cache."""
+    def load_checkpoint(self, weights: WeightSet, folder: str, in_flight: bool) -> str:
+        """Load the checkpoint in the folder and flush the prefix cache.
+
+        In flight, SGLang cannot flush it: running requests keep their part. The salt keeps later requests from the rest.
+        """
         client, seconds, version = self.client, self.server.load_timeout, weights.digest.hex()
-        client.post("/pause_generation", {"mode": "abort"}, seconds)
-        client.post("/update_weight_version", {"new_version": LOADING, "abort_all_requests": True})
+        client.post("/pause_generation", {"mode": "in_place" if in_flight else "abort"}, seconds)
+        if not in_flight:
+            client.post("/update_weight_version", {"new_version": LOADING, "abort_all_requests": True})
         # Only updates by tensors or from a process group need begin_weight_update and end_weight_update.
-        body = {"model_path": folder, "flush_cache": True, "abort_all_requests": True, "weight_version": version}
+        body = {
+            "model_path": folder,
+            "flush_cache": not in_flight,
+            "abort_all_requests": not in_flight,
+            "weight_version": version,
+        }
         answer = client.post("/update_weights_from_disk", body, seconds)
         if not isinstance(answer, dict) or not answer.get("success"):
             raise ServiceFailed(f"{self.server}: cannot load the weights: {answer}")

@@ -2,7 +2,8 @@
 
 Like SGLang, it keeps its prefix cache until the cache is flushed, ignores seeds without --enable-deterministic-inference, repeats
 all tokens in each event without --incremental-streaming-output, stops at its checkpoint's EOS, ignores stop_token_ids with
-the EOS, generates until a request is aborted or its connection ends, and holds new requests back while it is paused.
+the EOS, generates until a request is aborted or its connection ends, and holds new requests back while it is paused. Paused in
+place, running requests wait for the next token, and keep their keys and values.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -256,20 +258,25 @@ class SGLangServer:
         if sampling.top_k == 0 or not 0 < sampling.top_p <= 1:
             raise ValueError(f"top_k must be -1 (disable) or at least 1, got {sampling.top_k}.")
         await state.resumed.wait()
-        model = state.model
+        adapted = None
         if body.lora_path is not None:
             if body.lora_path not in state.adapters:
                 raise ValueError(f"Got LoRA adapter that has never been loaded: {body.lora_path}")
-            model = peft.PeftModel.from_pretrained(copy.deepcopy(model), state.adapters[body.lora_path]).eval()
+            adapted = peft.PeftModel.from_pretrained(copy.deepcopy(state.model), state.adapters[body.lora_path]).eval()
         rid = body.rid or os.urandom(8).hex()
         state.running[rid] = False
         ids: list[int] = []
         log_probs: list[tuple[float, int, None]] = []
         top: list[list[tuple[float, int, None]]] = []
+        versions: list[str] = []
         sent, reason = 0, None
         try:
-            cache, length = self._cached(model, body)
+            cache, length = self._cached(adapted or state.model, body)
             while reason is None:
+                while not state.resumed.is_set() and not state.running[rid]:
+                    await asyncio.sleep(0.01)
+                model = adapted or state.model
+                versions.append(state.version)
                 with torch.no_grad():
                     logits = model(
                         input_ids=torch.tensor([[*body.input_ids, *ids][length:]]),
@@ -288,7 +295,7 @@ class SGLangServer:
                 reason = self._reason(rid, ids, model, sampling)
                 if reason is not None or len(ids) - sent >= (sampling.stream_interval or 1):
                     start = sent if self.launch.incremental_streaming_output and body.stream else 0
-                    yield self._output(body, rid, ids, log_probs[start:], top[start:], reason, start)
+                    yield self._output(body, rid, ids, log_probs[start:], top[start:], reason, start, versions)
                     sent = len(ids)
         finally:
             del state.running[rid]
@@ -302,15 +309,19 @@ class SGLangServer:
         top: list[Any],
         reason: dict[str, Any] | None,
         start: int,
+        versions: list[str],
     ) -> dict[str, Any]:
-        version = self.state.version
+        first = [index for index in range(len(ids)) if not index or versions[index] != versions[index - 1]]
+        spans = [
+            {"version": versions[begin], "start": begin, "end": end} for begin, end in pairwise([*first, len(ids)])
+        ]
         meta: dict[str, Any] = {
             "id": rid,
             "finish_reason": reason,
             "prompt_tokens": len(body.input_ids),
             "completion_tokens": len(ids),
-            "weight_version": version,
-            "weight_versions": [{"version": version, "start": 0, "end": len(ids)}],
+            "weight_version": self.state.version,
+            "weight_versions": spans,
         }
         if body.return_logprob:
             meta |= {"output_token_logprobs": log_probs, "output_token_logprobs_length": len(log_probs)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+import torch
 
 from quartet.contract.generation import SamplingParameters
 from quartet.contrib.sglang.engine import SGLangServerEngine
@@ -149,16 +151,114 @@ def test_the_engine_works_after_a_cancelled_generation(server: SGLangServer, eng
     assert len(run(engine, requests(4))) == 4
 
 
-def test_an_update_ends_the_requests_of_other_clients(server: SGLangServer, engine: SGLangServerEngine) -> None:
+def test_an_update_ends_the_requests_of_other_clients(
+    server: SGLangServer, engine: SGLangServerEngine, tmp_path: Path
+) -> None:
+    other, same = connect_sglang(server, tmp_path), weight_set(policy(1))
+    other.load_weights(same, same.tensors)
+
     def update() -> bool:
         if server.state.running and server.state.resumed.is_set():
             weights = weight_set(policy(2))
             engine.load_weights(weights, weights.tensors)
         return False
 
-    other = engine.generate(requests(2), SamplingParameters(1900, ignore_eos=True), 0, update)
     with pytest.raises(ServiceFailed, match="ended by the server with reason 'abort'"):
-        list(other)
+        list(other.generate(requests(2), SamplingParameters(1900, ignore_eos=True), 0, update))
+    other.close()
+
+
+class Update:
+    """A poll of a caller that loads policy(2) as version 2 when the server has made some tokens."""
+
+    def __init__(self, server: SGLangServer, engine: SGLangServerEngine, after: int = 100) -> None:
+        self._state, self._engine = server.state, engine
+        self._after, self._done = server.state.tokens + after, False
+        self.weights = weight_set(policy(2), version=2)
+
+    def __call__(self) -> bool:
+        if self._state.tokens >= self._after and not self._done:
+            self._done = True
+            self._engine.load_weights(self.weights, self.weights.tensors)
+        return False
+
+
+@pytest.mark.parametrize("server", [{}, {"incremental_streaming_output": True}], indirect=True)
+def test_in_flight_updates_change_the_weights_in_the_middle_of_a_response(
+    server: SGLangServer, engine: SGLangServerEngine
+) -> None:
+    assert engine.properties.in_flight_updates
+    batch, update = requests(2, length=40), Update(server, engine)
+    sampling = SamplingParameters(150, temperature=0.0, ignore_eos=True)
+    former, newer = policy(1), policy(2)
+    for response in engine.generate(batch, sampling, 0, update):
+        first, second = response.spans
+        assert (first.policy_version, first.weights_digest) == (1, weight_set(former).digest)
+        assert (second.policy_version, second.weights_digest) == (2, update.weights.digest)
+        assert first.tokens + second.tokens == len(response.token_ids) == 150
+        ids = torch.tensor([response.request.prompt_ids.tolist() + list(response.token_ids)])
+        begin = 40 + first.tokens - 1
+        with torch.no_grad():
+            logits = former(ids[:, :begin]).logits[0, 39:]
+            cache = former(ids[:, :begin], use_cache=True).past_key_values
+            continued = newer(ids[:, begin:-1], past_key_values=cache).logits[0]
+        # Token by token, the weights change where the spans say.
+        assert torch.cat([logits, continued]).argmax(-1).tolist() == list(response.token_ids)
+    # The prompts of the next generation are computed by the new weights.
+    assert tokens(run(engine, batch, temperature=0.0)) == greedy(newer, batch)
+
+
+def test_an_update_in_flight_that_fails_ends_the_generation(server: SGLangServer, tmp_path: Path) -> None:
+    loads = 0
+
+    def fail_second(path: str, _: bytes) -> tuple[int, bytes] | None:
+        nonlocal loads
+        loads += path == "/update_weights_from_disk"
+        return (500, b"no memory") if path == "/update_weights_from_disk" and loads == 2 else None
+
+    with proxy(server.url, fail_second) as url:
+        engine, weights = connect_sglang(server, tmp_path, url), weight_set(policy(1))
+        engine.load_weights(weights, weights.tensors)
+        update = Update(server, engine)
+
+        def failing() -> bool:
+            with contextlib.suppress(ServiceFailed):
+                update()
+            return False
+
+        with pytest.raises(ServiceFailed, match=r"version 2 failed in the middle of a generation: .*no memory"):
+            list(engine.generate(requests(2), SamplingParameters(1900, ignore_eos=True), 0, failing))
+        with pytest.raises(ServiceFailed, match="holds no policy version"):
+            run(engine, requests(1))
+        engine.load_weights(update.weights, update.weights.tensors)
+        assert tokens(run(engine, requests(4), temperature=0.0)) == greedy(policy(2), requests(4))
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([(0, 5)], "names no version of the weights for each token"),
+        ([(1, 12)], "names no version of the weights for each token"),
+        ([(0, 4), (5, 12)], "names no version of the weights for each token"),
+        ([], "of no version"),
+    ],
+)
+def test_a_response_names_the_weights_of_each_token(
+    server: SGLangServer, engine: SGLangServerEngine, spans: list[tuple[int, int]], message: str
+) -> None:
+    output = server._output
+
+    def wrong(*arguments: Any) -> dict[str, Any]:
+        result = output(*arguments)
+        result["meta_info"]["weight_versions"] = [
+            {"version": server.state.version, "start": start, "end": end} for start, end in spans
+        ]
+        return result
+
+    server._output = wrong  # type: ignore[method-assign]
+    with pytest.raises(ServiceFailed, match=message):
+        run(engine, requests(1), ignore_eos=True)
 
 
 def test_weights_that_another_client_changed_are_refused(server: SGLangServer, engine: SGLangServerEngine) -> None:

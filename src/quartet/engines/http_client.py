@@ -210,14 +210,19 @@ class EventStreams:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def wait(self, cancelled: IsCancelled) -> list[StreamEvent]:
-        """Wait for at least one event and return all that arrived. Raises Cancelled, or the error of the first failed request."""
+    def wait(self, cancelled: IsCancelled, paused: Callable[[], bool] = lambda: False) -> list[StreamEvent]:
+        """Wait for at least one event and return all that arrived. The time limit does not run while the server is ``paused``.
+
+        Raises Cancelled, or the error of the first failed request.
+        """
         server, start = self._client.server, time.monotonic()
         while True:
             if cancelled():
                 raise Cancelled("generation was cancelled by its caller")
             if events := self._loop.run_until_complete(self._collect()):
                 return events
+            if paused():
+                start = time.monotonic()
             if time.monotonic() - start > server.timeout:
                 raise NoResponse(
                     f"{server}: no output for {server.timeout:g} s; raise {server.section}.timeout_seconds"

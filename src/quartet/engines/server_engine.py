@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import threading
 import uuid
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.trajectory import VersionSpan
 from quartet.engines.checkpoint_files import adapter_tensors, write_adapter, write_checkpoint
 from quartet.engines.engine import Cancelled, EngineProperties, EngineResponse, ServedModel, TurnSource
 from quartet.engines.http_client import EngineServer, ServerClient
@@ -26,19 +28,24 @@ ABORT_SECONDS = 5.0
 
 @dataclass(slots=True)
 class Partial:
-    """Response that is not finished. ``stopped``: the server reports that a stop token or stop string ended it."""
+    """Response that is not finished. ``stopped``: the server reports that a stop token or stop string ended it.
+
+    ``spans``: the weights of its tokens, if they may change in the middle.
+    """
 
     request: GenerationRequest
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finished: bool = False
     stopped: bool = False
+    spans: tuple[VersionSpan, ...] = ()
 
 
 class ServerEngine(abc.ABC):
     """Engine that generates on a server. New weights reach it through a folder that both see.
 
     The version of the weights on the server is the hexadecimal digest of the policy version. Every response must name it.
+    With ``properties.in_flight_updates``, ``load_weights`` may run on another thread than a generation.
     """
 
     generate_path: str
@@ -52,6 +59,12 @@ class ServerEngine(abc.ABC):
         self.adapter: str | None = None
         """Name of the policy's adapter on the server."""
         self._version: str | None = None
+        # Policy version and digest of the weights that a generation may use, by their version on the server.
+        self._versions: dict[str, tuple[int, bytes]] = {}
+        # Held during an update, and while a generation begins.
+        self._updating = threading.Lock()
+        self._generations = 0
+        self._failed_update = ""
         try:
             self.inspect()
         except QuartetError:
@@ -77,16 +90,19 @@ class ServerEngine(abc.ABC):
         """Return the body of a request for a stream of events. ``key`` is its id on the server."""
 
     @abc.abstractmethod
-    def receive(self, partial: Partial, data: Mapping[str, Any], sampling: SamplingParameters, version: str) -> None:
-        """Add one event to a response. Raises ServiceFailed if it is not of ``version``; KeyError and the like if malformed."""
+    def receive(self, partial: Partial, data: Mapping[str, Any], sampling: SamplingParameters) -> None:
+        """Add one event to a response. Raises as ``check_versions``, and KeyError and the like if it is malformed."""
 
     @abc.abstractmethod
     def reports_log_probs(self, sampling: SamplingParameters) -> bool:
         """Return whether the server reports log-probs of the whole distribution."""
 
     @abc.abstractmethod
-    def load_checkpoint(self, weights: WeightSet, folder: str) -> str:
-        """Load the checkpoint in the folder and reset the prefix cache. Return the version that responses must name."""
+    def load_checkpoint(self, weights: WeightSet, folder: str, in_flight: bool) -> str:
+        """Load the checkpoint in the folder and reset the prefix cache. Return the version that responses must name.
+
+        ``in_flight``: running requests continue afterwards, with the keys and values that they have.
+        """
 
     @abc.abstractmethod
     def load_adapter(self, weights: WeightSet, name: str, folder: str) -> None:
@@ -112,8 +128,17 @@ class ServerEngine(abc.ABC):
         """Load a policy version through the folder, and reset the prefix cache. Returns the digest of each tensor.
 
         Raises ServiceFailed if the server holds other weights afterwards, or if it fails. After a failure the server stays
-        paused, so that no other client gets responses of half an update.
+        paused, so that no other client gets responses of half an update, and a generation in progress raises ServiceFailed.
         """
+        with self._updating:
+            in_flight = self._generations > 0 and self.properties.in_flight_updates
+            try:
+                return self._load_weights(weights, in_flight)
+            except QuartetError as error:
+                self._failed_update = f"version {weights.version} failed in the middle of a generation: {error}"
+                raise
+
+    def _load_weights(self, weights: WeightSet, in_flight: bool) -> Mapping[str, bytes]:
         section = self.server.section
         if (weights.adapter is not None) != (self.server.weights == "lora"):
             raise ConfigError(
@@ -124,11 +149,12 @@ class ServerEngine(abc.ABC):
         if weights.adapter is None:
             folder = self._folders.replaced(weights.digest.hex())
             write_checkpoint(folder, self.model, weights.tensors)
-            version = self.load_checkpoint(weights, str(folder))
+            version = self.load_checkpoint(weights, str(folder), in_flight)
             self._folders.keep(folder)
         else:
             self._change_adapter(weights)
             version = self.check_base(weights)
+        self._versions[version] = weights.version, weights.digest
         self._version, self.salt = version, weights.digest.hex()
         return {name: tensor_digest(tensor) for name, tensor in weights.tensors.items()}
 
@@ -191,9 +217,18 @@ class ServerEngine(abc.ABC):
     ) -> Iterator[EngineResponse]:
         if not requests and turns is None:
             return
-        version = self._version
-        if version is None:
-            raise ServiceFailed(f"{self.server}: holds no policy version; load weights first")
+        with self._updating:
+            if self._version is None:
+                raise ServiceFailed(f"{self.server}: holds no policy version; load weights first")
+            self._failed_update = ""
+            self._versions = {self._version: self._versions[self._version]}
+            self._generations += 1
+
+        def stopped() -> bool:
+            if self._failed_update:
+                raise ServiceFailed(f"{self._failed_update}; its responses are discarded")
+            return cancelled()
+
         # The same trajectory may be generated again while the server still ends the former request.
         call = uuid.uuid4().hex[:8]
         waiting, running = deque(requests), dict[str, Partial]()
@@ -201,7 +236,7 @@ class ServerEngine(abc.ABC):
         try:
             while waiting or running or (turns is not None and turns.open):
                 if turns is not None:
-                    if cancelled():
+                    if stopped():
                         raise GenerationCancelled("generation was cancelled by its caller")
                     waiting.extendleft(reversed(turns.take(wait=not (waiting or running))))
                 while waiting and len(running) < self.server.max_in_flight:
@@ -209,9 +244,9 @@ class ServerEngine(abc.ABC):
                     key = f"{request.id}/{call}"
                     running[key] = Partial(request)
                     streams.start(key, self.body(key, request, request.own_sampling(sampling), seed))
-                for event in streams.wait(cancelled) if running else ():
+                for event in streams.wait(stopped, self._updating.locked) if running else ():
                     if event.data is not None:
-                        self._receive(running[event.key], event.data, sampling, version)
+                        self._receive(running[event.key], event.data, sampling)
                     else:
                         yield self._finish(running.pop(event.key), sampling)
         finally:
@@ -219,11 +254,13 @@ class ServerEngine(abc.ABC):
             if running:
                 with contextlib.suppress(QuartetError):
                     self.abort(list(running))
+            with self._updating:
+                self._generations -= 1
 
-    def _receive(self, partial: Partial, data: Mapping[str, Any], sampling: SamplingParameters, version: str) -> None:
+    def _receive(self, partial: Partial, data: Mapping[str, Any], sampling: SamplingParameters) -> None:
         where, sampling = f"{self.server}: response to {partial.request.id}", partial.request.own_sampling(sampling)
         try:
-            self.receive(partial, data, sampling, version)
+            self.receive(partial, data, sampling)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise ServiceFailed(f"{where}: a malformed event ({type(error).__name__}: {error})") from None
         limit = sampling.max_response_tokens
@@ -236,17 +273,28 @@ class ServerEngine(abc.ABC):
         reports = self.reports_log_probs(partial.request.own_sampling(sampling))
         log_probs = partial.log_probs if reports else None
         stopped = partial.stopped and bool(sampling.stop_strings)
-        return EngineResponse(partial.request, partial.token_ids, log_probs, stopped=stopped)
+        return EngineResponse(partial.request, partial.token_ids, log_probs, stopped=stopped, spans=partial.spans)
 
-    def check_versions(self, partial: Partial, spans: Any, version: str) -> None:
-        """Raise ServiceFailed unless a whole response was generated with the weights of ``version``.
+    def check_versions(self, partial: Partial, spans: Any) -> None:
+        """Raise ServiceFailed unless a whole response was generated with weights of this generation.
 
         ``spans``: list of dictionaries with version, start and end.
         """
-        versions = {str(span["version"]) for span in spans or ()}
-        if versions != {version}:
+        where = f"{self.server}: response to {partial.request.id}"
+        names, expected = [str(span["version"]) for span in spans or ()], self._versions
+        if not names or not set(names) <= expected.keys():
             raise ServiceFailed(
-                f"{self.server}: response to {partial.request.id}: generated with weights "
-                f"{sorted(versions) or 'of no version'}, and not with {version!r}; another client changed the weights, "
-                "the server was restarted, or it is too old to report versions"
+                f"{where}: generated with weights {sorted(set(names)) or 'of no version'}, and not with "
+                f"{' or '.join(map(repr, expected))}; another client changed the weights, the server was restarted, or it is too "
+                "old to report versions"
             )
+        if not self.properties.in_flight_updates:
+            return
+        ends = [0, *(int(span["end"]) for span in spans)]
+        if [int(span["start"]) for span in spans] != ends[:-1] or ends[-1] != len(partial.token_ids):
+            raise ServiceFailed(f"{where}: names no version of the weights for each token")
+        partial.spans = tuple(
+            VersionSpan(*expected[name], tokens)
+            for name, start, end in zip(names, ends[:-1], ends[1:], strict=True)
+            if (tokens := end - start)
+        )

@@ -106,7 +106,7 @@ class VLLMServerEngine(ServerEngine):
             "cache_salt": self.salt,
         }
 
-    def receive(self, partial: Partial, data: Mapping[str, Any], sampling: SamplingParameters, version: str) -> None:
+    def receive(self, partial: Partial, data: Mapping[str, Any], sampling: SamplingParameters) -> None:
         """Add one event with the next tokens."""
         where = f"{self.server}: response to {partial.request.id}"
         for choice in data["choices"]:
@@ -121,7 +121,7 @@ class VLLMServerEngine(ServerEngine):
                 continue
             if reason not in ("stop", "length"):
                 raise ServiceFailed(f"{where}: ended by the server with reason {reason!r}")
-            self.check_versions(partial, choice.get("weight_versions"), version)
+            self.check_versions(partial, choice.get("weight_versions"))
             partial.finished, partial.stopped = True, reason == "stop"
 
     def abort(self, keys: Sequence[str]) -> None:
@@ -129,7 +129,7 @@ class VLLMServerEngine(ServerEngine):
         ids = [f"generate-tokens-{key}" for key in keys]
         self.client.post("/inference/v1/abort_requests", {"request_ids": ids}, ABORT_SECONDS)
 
-    def load_checkpoint(self, weights: WeightSet, folder: str) -> str:
+    def load_checkpoint(self, weights: WeightSet, folder: str, in_flight: bool) -> str:
         """Load the checkpoint in the folder and reset the prefix cache."""
         client, seconds, version = self.client, self.server.load_timeout, weights.digest.hex()
         client.post("/pause", timeout=seconds, mode="wait")

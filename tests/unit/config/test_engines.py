@@ -272,7 +272,7 @@ def test_off_policy_steps_need_an_engine_with_separate_weights_and_a_correction(
             "torch",
             {},
             None,
-            "in_flight_updates: engine torch takes new weights between generations only; set engine vllm",
+            "in_flight_updates: engine torch takes new weights between generations only; set engine vllm or sglang-server",
         ),
         (
             "vllm",
@@ -280,7 +280,12 @@ def test_off_policy_steps_need_an_engine_with_separate_weights_and_a_correction(
             None,
             "nothing is generated during an update; set max_off_policy_steps to 1",
         ),
-        ("vllm", {}, LORA, r"actor\.lora trains an adapter; set in_flight_updates false"),
+        (
+            "sglang-server",
+            {"sglang_server": {"url": "http://127.0.0.1:8000", "weights_directory": "/w", "weights": "lora"}},
+            LORA,
+            r"SGLang keeps the adapter of a response until its end, .*actor\.lora null",
+        ),
         ("vllm", {"vllm": {"release_memory": True}}, None, r"rollout\.vllm\.release_memory cannot free the GPU"),
     ],
 )
@@ -288,7 +293,7 @@ def test_in_flight_updates_need_an_engine_that_takes_them_and_off_policy_steps(
     engine: str, rollout: dict[str, Any], lora: Any, word: str
 ) -> None:
     needed = {"in_flight_updates": True, "max_off_policy_steps": 1, "generators": 1}
-    assert config("vllm", rollout=needed).rollout.in_flight_updates
+    assert config("vllm", rollout=needed, lora=lora).rollout.in_flight_updates
     with pytest.raises(ConfigError, match=word):
         config(engine, lora=lora, rollout={**needed, **rollout})
 

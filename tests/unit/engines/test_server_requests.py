@@ -67,8 +67,8 @@ def test_a_stop_string_of_an_sglang_server_is_no_unknown_stop_token() -> None:
     engine.check_versions = lambda *_: None
     meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [(-1.0, 7, None)]}
     partial = Partial(request())
-    engine.receive(partial, {"meta_info": meta}, SamplingParameters(8, stop_strings=STRINGS), "v")
+    engine.receive(partial, {"meta_info": meta}, SamplingParameters(8, stop_strings=STRINGS))
     assert (partial.finished, partial.stopped, partial.token_ids) == (True, True, [7])
     assert engine._finish(partial, SamplingParameters(8, stop_strings=STRINGS)).stopped
     with pytest.raises(ServiceFailed, match="which is a stop token of the served checkpoint"):
-        engine.receive(Partial(request()), {"meta_info": meta}, SamplingParameters(8), "v")
+        engine.receive(Partial(request()), {"meta_info": meta}, SamplingParameters(8))

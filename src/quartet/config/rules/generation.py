@@ -152,19 +152,19 @@ def check_in_flight_updates(config: ConfigTree) -> None:
     if not config.rollout.in_flight_updates:
         return
     setting, vllm = "rollout.in_flight_updates", config.rollout.vllm
-    if config.rollout.engine != "vllm":
+    if config.rollout.engine not in ("vllm", "sglang-server"):
         raise ValueError(
-            f"{setting}: engine {config.rollout.engine} takes new weights between generations only; set engine vllm, or "
-            "in_flight_updates false"
+            f"{setting}: engine {config.rollout.engine} takes new weights between generations only; set engine vllm or "
+            "sglang-server, or in_flight_updates false"
         )
     if not config.rollout.max_off_policy_steps:
         raise ValueError(
             f"{setting}: with max_off_policy_steps 0 nothing is generated during an update; set max_off_policy_steps to 1 or "
             "more, or in_flight_updates false"
         )
-    if config.actor.lora is not None:
+    if config.rollout.engine == "sglang-server" and config.actor.lora is not None:
         raise ValueError(
-            f"{setting}: vLLM keeps the adapter of a response until its end, and actor.lora trains an adapter; set "
+            f"{setting}: SGLang keeps the adapter of a response until its end, and actor.lora trains an adapter; set "
             "in_flight_updates false, or actor.lora null"
         )
     if vllm is not None and vllm.release_memory:
