@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -15,6 +16,7 @@ import structlog
 from quartet.config.section import pause_after
 from quartet.contract.weights import TransferWay
 from quartet.errors import InvalidRequest, NoResponse, QuartetError, ServiceBusy, ServiceFailed
+from quartet.weight_transfer.link_speed import MIN_MEASURED_BYTES, LinkSpeed
 from quartet.weight_transfer.mapped_regions import MappedRegions, process_of
 from quartet.weight_transfer.messages import (
     CHUNK_BYTES,
@@ -69,9 +71,9 @@ class WeightMirror(LinkedStore):
 
     A source on the same machine shares its memory: then there is no copy, and the mirror holds nothing.
 
-    A delta is applied after all of it has arrived. If the result does not have the expected digests, it is undone: the mirror
-    then holds the version before. A full set overwrites the memory as it arrives: if it fails, the mirror is empty, and the next
-    pull takes everything.
+    A source sends everything or a delta, whichever took less time last. A delta is applied after all of it has arrived. If the
+    result does not have the expected digests, it is undone: the mirror then holds the version before. A full set overwrites the
+    memory as it arrives: if it fails, the mirror is empty, and the next pull takes everything.
     """
 
     def __init__(
@@ -86,6 +88,8 @@ class WeightMirror(LinkedStore):
         """``max_bytes``: maximum size of the weights. Defaults to this machine's memory. See ``WeightStore`` for the rest."""
         super().__init__(name, capacity, num_threads, shares, directory)
         self._max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.speeds: defaultdict[str, LinkSpeed] = defaultdict(LinkSpeed)
+        """What transfers over gRPC have taken, by the address of the source."""
         self._lease: Iterator[Message] | None = None
         self._mapped = MappedRegions(self._directory)
         # Address and process of each source whose weights are sent; without the process on other machines.
@@ -123,7 +127,9 @@ class WeightMirror(LinkedStore):
                     shares = True
                     # By shared memory, as a delta, as everything.
                     for _ in range(3):
-                        have = self._versions[-1] if self._versions and delta and self._run == run else None
+                        speed = self.speeds[source.address]
+                        wants_delta = delta and self._run == run and speed.prefers_delta()
+                        have = self._versions[-1] if self._versions and wants_delta else None
                         request = WeightsRequest(
                             run,
                             version,
@@ -133,8 +139,17 @@ class WeightMirror(LinkedStore):
                             wait_seconds,
                             self._machine if shares else "",
                         )
+                        began = time.perf_counter()
                         try:
-                            return self._pull(source, request, deadline, start)
+                            pulled = self._pull(source, request, deadline, start)
+                            # A source that waits for the version itself says nothing about the link.
+                            if (
+                                pulled.way in ("full", "delta")
+                                and not wait_seconds
+                                and self._size >= MIN_MEASURED_BYTES
+                            ):
+                                speed.record(have is not None, time.perf_counter() - began)
+                            return pulled
                         except ServiceBusy as error:
                             errors.append(error)
                             busy.append(source)
@@ -159,6 +174,10 @@ class WeightMirror(LinkedStore):
                 raise InvalidRequest("sources: expected at least one")
             texts = dict.fromkeys(str(error) for error in errors)
             raise type(errors[-1])("; ".join(texts)) from errors[-1]
+
+    @property
+    def _size(self) -> int:
+        return sum(layout.num_bytes for layout in self._layouts)
 
     def release(self) -> None:
         """Let the source write to the memory that it shares. The weights of the last pull are not used any more."""
