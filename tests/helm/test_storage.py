@@ -25,7 +25,7 @@ from tests.helm.rendering import (
     texts,
     with_keys,
 )
-from tests.helm.test_components import pods
+from tests.helm.test_components import files, pods
 
 # The smallest values: a config and the size of the models, and defaults otherwise.
 SMALLEST: Values = {"config": example("cpu-kind")["config"], "defaults": {"resourcesPreset": "tiny"}}
@@ -275,3 +275,24 @@ def _leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
             yield from _leaves(value, (*path, index))
     elif path:
         yield path, node
+
+
+def test_actor_and_generators_of_a_node_share_a_folder_if_the_values_name_one() -> None:
+    values = changed("vllm-generators", components__generator__nodeDirectory="/run/quartet")
+    folder = {"path": "/run/quartet", "type": "DirectoryOrCreate"}
+    sharing = set()
+    for name, spec in pods(values).items():
+        for volume in spec["volumes"]:
+            assert "hostPath" not in volume or volume == {"name": "sockets", "hostPath": folder}
+        for mount in spec["containers"][0]["volumeMounts"]:
+            if mount["name"] == "sockets":
+                assert mount == {"name": "sockets", "mountPath": "/quartet/sockets"}
+                sharing.add(name)
+    assert sharing == {"actor", "generator"}
+    assert "share_directory: /quartet/sockets" in files(values)["deployment.yaml"]
+    # By default, and if the actor generates, no pod needs more than Pod Security "restricted" allows.
+    for other in (changed("vllm-generators"), with_keys(values, components__generator__enabled=False)):
+        other["config"].get("rollout", {}).pop("engine", None)
+        other["components"]["generator"].get("image", {}).pop("variant", None)
+        assert "hostPath" not in str(pods(other))
+        assert "share_directory" not in files(other)["deployment.yaml"]

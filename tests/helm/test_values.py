@@ -79,6 +79,11 @@ WRONG_TYPES: dict[str, tuple[Any, str, str]] = {
     ),
     "security__tls__source": ("self", "/security/tls/source", "value must be one of"),
     "loader__enabled": ("true", "/loader/enabled", "got string, want boolean"),
+    "components__generator__nodeDirectory": (
+        "run/quartet",
+        "/components/generator/nodeDirectory",
+        "does not match pattern '^(/.+)?$'",
+    ),
     "imagePullSecrets": (["a"], "/imagePullSecrets/0", "want object"),
     "image__pullPolicy": ("always", "/image/pullPolicy", "one of 'Always', 'IfNotPresent', 'Never'"),
     "downloads__sources": (["hf://a/b"], "/downloads/sources", "want object"),

@@ -31,7 +31,11 @@
 {{- if .Values.security.rpcToken.enabled }}{{ $_ := set $security "token_file" "/run/secrets/quartet/rpc_token" }}{{ end -}}
 {{- $found := dict "run" (dict "directory" "runs") "services" $services "buffer" $buffer "security" $security -}}
 {{- if $components.gateway }}{{ $_ := set $found "gateway" $gateway }}{{ end -}}
-{{- if $components.generator }}{{ $_ := set $found "rollout" (dict "generators" 0) }}{{ end -}}
+{{- with $components.generator }}
+{{- $rollout := dict "generators" 0 -}}
+{{- if .nodeDirectory }}{{ $_ := set $rollout "share_directory" "/quartet/sockets" }}{{ end -}}
+{{- $_ := set $found "rollout" $rollout -}}
+{{- end -}}
 {{- toYaml $found -}}
 {{- end -}}
 

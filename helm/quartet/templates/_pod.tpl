@@ -111,6 +111,9 @@ spec:
         {{- if $component.sharedMemory }}
         - {name: shared-memory, mountPath: /dev/shm}
         {{- end }}
+        {{- if include "quartet.nodeDirectory" . }}
+        - {name: sockets, mountPath: /quartet/sockets}
+        {{- end }}
         {{- with $component.extraVolumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -138,9 +141,19 @@ spec:
     - name: shared-memory
       emptyDir: {medium: Memory, sizeLimit: {{ . }}}
     {{- end }}
+    {{- with include "quartet.nodeDirectory" . }}
+    - name: sockets
+      hostPath: {path: {{ . | quote }}, type: DirectoryOrCreate}
+    {{- end }}
     {{- with $component.extraVolumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+{{- end -}}
+
+{{/* Folder of the node through which this component shares weights. Arguments: root and component. */}}
+{{- define "quartet.nodeDirectory" -}}
+{{- $generator := (include "quartet.components" .root | fromJson).generator -}}
+{{- if and $generator (or .component.generating (has "actor" .component.roles)) }}{{ $generator.nodeDirectory }}{{ end -}}
 {{- end -}}
 
 {{/* Command. It names tini explicitly, so that it does not depend on the entrypoint of the image. Arguments: root and component. */}}

@@ -177,10 +177,10 @@ Two entries of a list that are equal in some keys, which Kubernetes refuses. Arg
 {{- end -}}
 {{- end -}}
 {{- if eq .name "generator" }}{{ include "quartet.checkGenerator" . }}{{ end -}}
-{{- $names := list "config" "tmp" "certificates" "secrets" "storage" "models" "data" "runs" "shared-memory" -}}
+{{- $names := list "config" "tmp" "certificates" "secrets" "storage" "models" "data" "runs" "shared-memory" "sockets" -}}
 {{- include "quartet.checkNoneTwice" (dict "path" (printf "%s.extraVolumes" $path) "keys" (list "name") "items" $component.extraVolumes "own" $names) -}}
 {{- range default list $component.extraVolumes }}{{ $names = append $names .name }}{{ end -}}
-{{- $paths := list "/etc/quartet" "/tmp" (printf "/certificates/%s" $component.process) "/run/secrets/quartet" "/quartet/models" "/quartet/data" "/quartet/runs" "/dev/shm" -}}
+{{- $paths := list "/etc/quartet" "/tmp" (printf "/certificates/%s" $component.process) "/run/secrets/quartet" "/quartet/models" "/quartet/data" "/quartet/runs" "/quartet/sockets" "/dev/shm" -}}
 {{- range default list $component.extraVolumeMounts -}}
 {{- if not (has .name $names) -}}
 {{- fail (printf "%s.extraVolumeMounts: the pod has no volume %s; expected one of %s; correct the name, or add the volume to extraVolumes" $path .name (sortAlpha $names | join ", ")) -}}
