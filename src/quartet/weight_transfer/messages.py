@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quartet.weight_transfer.shared_memory import SharedRegion
-from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, HostTensor, TensorType
+from quartet.weight_transfer.tensors import BLOCK_BYTES, ITEM_BYTES, AdapterSettings, HostTensor, TensorType
 
-CHUNK_BYTES = 2**19
-"""Tensors are cut into chunks at multiples of this number of bytes."""
+CHUNK_BYTES = BLOCK_BYTES
+"""Tensors are cut into chunks at multiples of this number of bytes, which are the blocks of their digests."""
 MAX_ENCODED_BYTES = CHUNK_BYTES + 2**16
 """Maximum size of an encoded chunk."""
 MAX_MESSAGE_DATA = 4 * 2**20

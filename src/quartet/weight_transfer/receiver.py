@@ -29,7 +29,14 @@ from quartet.weight_transfer.messages import (
     WeightsRequest,
 )
 from quartet.weight_transfer.store import Link, LinkedStore, Position, apply_differences, check_names, version_of
-from quartet.weight_transfer.tensors import HostTensor, WeightSet, combined_digest, tensor_digest
+from quartet.weight_transfer.tensors import (
+    HostTensor,
+    WeightSet,
+    block_digests,
+    combined_digest,
+    joined_digest,
+    tensor_digest,
+)
 
 log = structlog.get_logger()
 
@@ -318,11 +325,12 @@ class WeightMirror(LinkedStore):
         """Write all chunks into the buffers. Return the bytes received."""
         with self._writes():
             self._allocate(manifest.layouts)
-            digests = []
+            # The blocks of a digest are the chunks: each is hashed while it is in the processor's cache.
+            blocks: list[list[bytes]] = [[] for _ in manifest.layouts]
             expected = (
                 (tensor, index) for tensor, layout in enumerate(manifest.layouts) for index in range(layout.num_chunks)
             )
-            received, done = 0, 0
+            received = 0
             for chunk in _chunks(stream):
                 tensor, index = next(expected, (-1, -1))
                 if (chunk.tensor, chunk.index, chunk.encoding) != (tensor, index, Encoding.RAW):
@@ -335,17 +343,17 @@ class WeightMirror(LinkedStore):
                 if len(chunk.data) != size:
                     raise WrongWeights(f"{layout.name}: expected {size} bytes in chunk {index}, got {len(chunk.data)}")
                 begin = index * CHUNK_BYTES
-                self._memories[tensor].data[begin : begin + size] = np.frombuffer(chunk.data, np.uint8)
+                target = self._memories[tensor].data[begin : begin + size]
+                blocks[tensor].append(block_digests(np.frombuffer(chunk.data, np.uint8), target))
                 received += size
-                if index == layout.num_chunks - 1:
-                    # Hashed on other threads while the next tensors arrive.
-                    digests += [self._pool.submit(self._digest, each) for each in range(done, tensor + 1)]
-                    done = tensor + 1
             missing = next(expected, None)
             if missing is not None:
                 raise WrongWeights(f"the stream ended before chunk {missing[1]} of tensor {missing[0]}")
-            digests += [self._pool.submit(self._digest, each) for each in range(done, len(manifest.layouts))]
-            self._check(manifest, range(len(manifest.layouts)), [digest.result() for digest in digests])
+            digests = [
+                joined_digest(layout.dtype, layout.shape, b"".join(each))
+                for layout, each in zip(manifest.layouts, blocks, strict=True)
+            ]
+            self._check(manifest, range(len(manifest.layouts)), digests)
             with self._state:
                 self._run = run
                 self._append(version_of(manifest.version, manifest.layouts, manifest.digests, manifest.adapter), None)
