@@ -52,6 +52,7 @@ from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
 from quartet.services.reward.sharing import SharedTurns
 from quartet.system.failpoints import failpoint
+from quartet.weight_transfer.process_group import GroupSenders, group_settings
 from quartet.weight_transfer.shared_memory import machine
 from quartet.weight_transfer.slices import SliceWriter
 from quartet.weight_transfer.source import WeightSource
@@ -125,8 +126,11 @@ def _build_actor(
     shares = hosts and not detached
     # A version is needed until its step is generated, and the one after it may be published before.
     writer = None if hosts else slice_writer(workers)
+    senders = None if hosts else group_senders(config, workers, writer)
     source = (
-        WeightSource(ahead + 2, shares=rollout.share_weights, writer=writer, directory=rollout.share_directory)
+        WeightSource(
+            ahead + 2, shares=rollout.share_weights, writer=writer, directory=rollout.share_directory, senders=senders
+        )
         if (ahead if hosts else not workers.rank) and not shares
         else None
     )
@@ -212,6 +216,20 @@ def slice_writer(workers: Workers) -> SliceWriter | None:
 
     assert isinstance(workers, WorkerGroup)
     return SliceWriter(workers) if machines[0] and len(set(machines)) == 1 else None
+
+
+def group_senders(config: Config, workers: Workers, writer: SliceWriter | None) -> GroupSenders | None:
+    """Return this rank's sends through process groups, if the config asks for them. The ranks above 0 begin to follow rank 0."""
+    settings = group_settings(config, device_of_rank(config.services.actor, workers.rank))
+    if settings is None or writer is None or workers.size == 1:
+        # All slices are those of rank 0.
+        return None if settings is None else GroupSenders(settings)
+    from quartet.models.workers.group import store_connection
+
+    senders = GroupSenders(settings, workers.rank, workers.size, store_connection())
+    if workers.rank:
+        senders.follow(writer.memory)
+    return senders
 
 
 def set_up_thread(threads: int, workers: Workers) -> Callable[[], None]:

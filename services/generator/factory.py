@@ -22,6 +22,7 @@ from quartet.services.generator.episodes import EnvironmentAccess
 from quartet.services.generator.generator import Generator
 from quartet.services.generator.servicer import GeneratorServicer
 from quartet.weight_transfer.messages import WeightPeer
+from quartet.weight_transfer.process_group import group_settings
 from quartet.weight_transfer.receiver import WeightMirror
 
 OPEN_PER_DECODED = 2
@@ -45,8 +46,13 @@ def build_generator(
     )
 
     rollout = config.rollout
+    # Engines but torch number their devices from 0, see ``set_up_engine``.
+    device = next(iter(config.services.generator.devices), None)
     mirror = WeightMirror(
-        capacity=rollout.max_off_policy_steps + 2, shares=rollout.share_weights, directory=rollout.share_directory
+        capacity=rollout.max_off_policy_steps + 2,
+        shares=rollout.share_weights,
+        directory=rollout.share_directory,
+        group=group_settings(config, device if device is None or rollout.engine == "torch" else 0),
     )
     updates = ComputeThread() if rollout.in_flight_updates else None
     return GeneratorServicer(generator, compute, threads, monitor.is_lost, mirror, WeightClients(credentials), updates)

@@ -40,7 +40,7 @@ from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories, RepeatabilityNotes, published_digest
 from quartet.services.orchestrator.rollout.generator_work import Attempt, RemoteGenerator, Work
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
-from quartet.weight_transfer.tree import distribution_tree
+from quartet.weight_transfer.tree import FAN_OUT, distribution_tree
 
 log = structlog.get_logger()
 
@@ -48,6 +48,8 @@ MAX_FAILURES = 3
 """Failed calls without a generation in between, after which a generator gets no more work until it has been restarted."""
 MAX_CHANGES = 1
 """Calls of one process at whose end its weights had changed, after which it gets no more work until it has been restarted."""
+COPYING: frozenset[TransferWay] = frozenset({"process group", "full", "delta"})
+"""Ways after which a generator has a copy that others can get."""
 _OF_THE_WORK = (ComputationFailed, InvalidRequest)
 """Errors that a second generator raises, too, unless the first one has a defect."""
 
@@ -396,7 +398,7 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
         if generator.address not in all_pulling:
             all_pulling.append(generator.address)
         # A generator that maps the weights of another process has nothing to send.
-        copies = {each.address for each in self._all() if each.transfer and each.transfer.way in ("full", "delta")}
+        copies = {each.address for each in self._all() if each.transfer and each.transfer.way in COPYING}
         current = {each.address for each in self._all() if each.digest == digest}
         holders = copies & current
         asked = [address for address in all_pulling if address in self._by_address and address not in current]
@@ -404,7 +406,10 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
         generators = [*sorted(holders), *sorted(asked, key=lambda address: address not in copies)]
         machines = {other.address: other.status.machine for other in self._all() if other.status is not None}
         machines[root] = self._actor_machine
-        tree = distribution_tree(root, generators, holders, machines=machines)
+        # Only the actor sends through a process group.
+        grouped = self._config.rollout.process_group != "none"
+        fan_out = len(generators) if grouped else FAN_OUT
+        tree = distribution_tree(root, generators, set() if grouped else holders, max(1, fan_out), machines)
         return tuple((Role.ACTOR if each == root else Role.GENERATOR, each) for each in tree[generator.address])
 
     def _ended(self, generator: RemoteGenerator, call: Future[Any]) -> None:

@@ -15,6 +15,7 @@ from quartet.weight_transfer.messages import (
     MAX_LINKS,
     MAX_MESSAGE_DATA,
     MAX_NAME_BYTES,
+    MAX_RANKS,
     MAX_REGIONS,
     MAX_TENSOR_BYTES,
     MAX_TENSORS,
@@ -163,6 +164,10 @@ def _manifest(message: weights_pb2.WeightManifest) -> Manifest:
     places = tuple((tensor.region, tensor.offset) for tensor in message.tensors) if count else ()
     if any(region >= count for region, _ in places):
         raise InvalidRequest(f"tensors.region: expected less than {count}")
+    if len(message.ranks) > MAX_RANKS:
+        raise InvalidRequest(f"ranks: expected at most {MAX_RANKS}, got {len(message.ranks)}")
+    if any(not len(rank.tensors) == len(rank.begins) == len(rank.sizes) for rank in message.ranks):
+        raise InvalidRequest("ranks: expected equally many tensors, begins and sizes")
     manifest = from_message(Manifest, message, layouts=layouts, digests=digests, places=places)
     within(manifest, "", 1, MAX_LINKS, "num_links")
     return manifest

@@ -62,7 +62,7 @@ class SavedFile:
     sha256: str
 
 
-TransferWay = Literal["shared memory", "delta", "full", "held"]
+TransferWay = Literal["shared memory", "process group", "delta", "full", "held"]
 """How weights reach a generator. delta: as the differences to the version before. held: it had them already."""
 
 

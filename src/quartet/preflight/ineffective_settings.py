@@ -122,7 +122,7 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
             )
     if not config.has_generators:
         reason = "the actor generates, and its engine has the weights"
-        yield "rollout", ("share_weights", "share_directory"), reason
+        yield "rollout", ("share_weights", "share_directory", "process_group"), reason
 
 
 def _given(config: Config, path: str, names: tuple[str, ...]) -> list[str]:

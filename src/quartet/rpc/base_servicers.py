@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from urllib.parse import unquote
 
 import grpc
 
@@ -258,6 +259,12 @@ class Commands:
         """End the other processes. Call it when no command runs."""
 
 
+def peer_host(peer: str) -> str:
+    """Return the address of the host of a gRPC peer, such as "ipv4:10.0.0.1:5000"; empty for another kind of connection."""
+    kind, _, place = unquote(peer).partition(":")
+    return place.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
+
+
 class WeightServicer:
     """WeightService for a WeightStore. Streams run on the thread of their call, beside model work."""
 
@@ -277,6 +284,8 @@ class WeightServicer:
     def GetWeights(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         """Yield the manifest, then the chunks of the wanted version."""
         wanted = from_message(WeightsRequest, request)
+        if wanted.group is not None:
+            wanted = replace(wanted, group=replace(wanted.group, host=peer_host(context.peer())))
         if not self._slots.acquire(blocking=False):
             raise ServiceBusy(f"weights: {self._max_streams} streams are open already; try another source, or later")
         with ExitStack() as slot:

@@ -463,6 +463,11 @@ class WeightClient:
         """Role and address of the process, for messages."""
         return f"{self._channel.name} at {self._channel.address}"
 
+    @property
+    def host(self) -> str:
+        """Host of the process."""
+        return self._channel.address.rpartition(":")[0].strip("[]")
+
     def get_weights(self, request: WeightsRequest, timeout: float) -> Iterator[Message]:
         """Yield the manifest, then the chunks of a version. ``timeout``: seconds for the whole stream.
 

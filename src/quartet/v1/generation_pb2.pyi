@@ -377,7 +377,7 @@ class WeightTransfer(_message.Message):
     bytes: _builtins.int
     """Bytes received, compressed. 0 by shared memory."""
     way: _builtins.str
-    """How they came: "shared memory", "delta" (only differences to the version before were sent), "full", or "held" if the generator
+    """How they came: "shared memory", "process group", "delta" (only differences to the version before were sent), "full", or "held" if the generator
     had them already.
     """
     transfer_seconds: _builtins.float

@@ -94,6 +94,7 @@ class GetWeightsRequest(_message.Message):
     HAVE_DIGEST_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     MACHINE_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     version: _builtins.int
@@ -111,6 +112,10 @@ class GetWeightsRequest(_message.Message):
     sockets "BOOT_ID dir:[DEVICE:INODE] UID". If it is that of the service, the service may answer with regions of shared memory.
     Empty for a caller that wants chunks.
     """
+    @_builtins.property
+    def group(self) -> Global___WeightGroup:
+        """Where the caller waits for the ranks of the service, if it can also receive through a process group."""
+
     def __init__(
         self,
         *,
@@ -121,16 +126,93 @@ class GetWeightsRequest(_message.Message):
         have_digest: _builtins.bytes = ...,
         wait_seconds: _builtins.float = ...,
         machine: _builtins.str = ...,
+        group: Global___WeightGroup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_have_version", b"_have_version", "have_version", b"have_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_have_version", b"_have_version", "group", b"group", "have_version", b"have_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_have_version", b"_have_version", "digest", b"digest", "have_digest", b"have_digest", "have_version", b"have_version", "machine", b"machine", "run", b"run", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_have_version", b"_have_version", "digest", b"digest", "group", b"group", "have_digest", b"have_digest", "have_version", b"have_version", "machine", b"machine", "run", b"run", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__group: _TypeAlias = _typing.Literal["group"]  # noqa: Y015
+    _WhichOneofArgType__group: _TypeAlias = _typing.Literal["_group", b"_group"]  # noqa: Y015
     _WhichOneofReturnType__have_version: _TypeAlias = _typing.Literal["have_version"]  # noqa: Y015
     _WhichOneofArgType__have_version: _TypeAlias = _typing.Literal["_have_version", b"_have_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group) -> _WhichOneofReturnType__group | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__have_version) -> _WhichOneofReturnType__have_version | None: ...
 
 Global___GetWeightsRequest: _TypeAlias = GetWeightsRequest  # noqa: Y015
+
+@_typing.final
+class WeightGroup(_message.Message):
+    """A meeting of the caller with the ranks of the service, for one transfer, at the address from which the caller calls. Each rank
+    connects, sends the name and its number as a little-endian uint32, and joins a process group of torch of two members, as rank 0.
+    What torch puts into its store goes over the connection: the lengths of key and value as two little-endian uint32, and both.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKEND_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    backend: _builtins.str
+    """Backend of torch: "gloo" or "nccl"."""
+    port: _builtins.int
+    """Port at which the caller listens."""
+    name: _builtins.str
+    """Name of the transfer: 32 hexadecimal digits. No other transfer has it."""
+    def __init__(
+        self,
+        *,
+        backend: _builtins.str = ...,
+        port: _builtins.int = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "name", b"name", "port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightGroup: _TypeAlias = WeightGroup  # noqa: Y015
+
+@_typing.final
+class RankSlices(_message.Message):
+    """What one rank sends through its group, in this order. Slices are cut into messages at multiples of 16 MiB from their start, with the
+    tags 1, 2, ... The caller then sends one byte, 1, over the connection. The lists are equally long.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSORS_FIELD_NUMBER: _builtins.int
+    BEGINS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indices of the tensors in the manifest."""
+
+    @_builtins.property
+    def begins(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """First byte of each slice in its tensor."""
+
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes of each slice, at least 1."""
+
+    def __init__(
+        self,
+        *,
+        tensors: _abc.Iterable[_builtins.int] | None = ...,
+        begins: _abc.Iterable[_builtins.int] | None = ...,
+        sizes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins", b"begins", "sizes", b"sizes", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankSlices: _TypeAlias = RankSlices  # noqa: Y015
 
 @_typing.final
 class SharedRegion(_message.Message):
@@ -263,6 +345,7 @@ class WeightManifest(_message.Message):
     DATA_BYTES_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
     DIGEST_VERSION_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run. Empty if the service has not learned it yet."""
     version: _builtins.int
@@ -274,7 +357,7 @@ class WeightManifest(_message.Message):
     num_links: _builtins.int
     """Maximum number of chunks for the same range, at most 64: one for each version between both. 1 in a full set."""
     data_bytes: _builtins.int
-    """Bytes of `data` of all chunks that follow. 0 with regions."""
+    """Bytes of `data` of all chunks that follow. 0 with regions or ranks."""
     digest_version: _builtins.int
     """Version of the digests. 2, as here. Version 1 hashed the bytes of a tensor in sequence."""
     @_builtins.property
@@ -289,6 +372,12 @@ class WeightManifest(_message.Message):
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SharedRegion]:
         """The weights are in these regions, and no chunks follow. At most 64. The stream stays open until the caller ends it."""
 
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankSlices]:
+        """The slices that each rank sends through the group of the request, and no chunks follow: every byte of every tensor, once. At most
+        4096 ranks. The stream stays open until the caller ends it.
+        """
+
     def __init__(
         self,
         *,
@@ -302,10 +391,11 @@ class WeightManifest(_message.Message):
         data_bytes: _builtins.int = ...,
         regions: _abc.Iterable[Global___SharedRegion] | None = ...,
         digest_version: _builtins.int = ...,
+        ranks: _abc.Iterable[Global___RankSlices] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_version", b"base_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_version", b"base_version", "data_bytes", b"data_bytes", "digest", b"digest", "digest_version", b"digest_version", "num_links", b"num_links", "regions", b"regions", "run", b"run", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_version", b"base_version", "data_bytes", b"data_bytes", "digest", b"digest", "digest_version", b"digest_version", "num_links", b"num_links", "ranks", b"ranks", "regions", b"regions", "run", b"run", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__base_version: _TypeAlias = _typing.Literal["base_version"]  # noqa: Y015
     _WhichOneofArgType__base_version: _TypeAlias = _typing.Literal["_base_version", b"_base_version"]  # noqa: Y015

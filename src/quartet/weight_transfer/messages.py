@@ -6,7 +6,7 @@ import enum
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from quartet.weight_transfer.shared_memory import SharedRegion
 from quartet.weight_transfer.tensors import BLOCK_BYTES, ITEM_BYTES, AdapterSettings, HostTensor, TensorType
@@ -32,6 +32,8 @@ MAX_LINKS = 64
 """Maximum versions between the two versions of a delta."""
 MAX_REGIONS = 64
 """Maximum number of regions of shared memory."""
+MAX_RANKS = 4096
+"""Maximum number of ranks that hold slices of a version."""
 MAX_WAIT_SECONDS = 3600.0
 """Maximum time that a source waits for a version."""
 
@@ -72,11 +74,38 @@ class TensorLayout:
         return cls(name, tensor.dtype, tensor.shape)
 
 
+GroupBackend = Literal["gloo", "nccl"]
+"""Backends of torch's process groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGroup:
+    """Where the caller of GetWeights waits for the ranks: ``port`` and the ``name`` by which they know each other.
+
+    ``host``: that of the other side. It is not sent, but taken from the connection.
+    """
+
+    backend: GroupBackend
+    port: int
+    name: str
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSlices:
+    """What one rank sends through a group, in this order: ``sizes`` bytes from ``begins`` on of ``tensors`` of the manifest."""
+
+    tensors: tuple[int, ...]
+    begins: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class WeightsRequest:
     """Arguments of one GetWeights call. ``digest`` and ``have_digest`` have 16 bytes, or none.
 
-    ``machine``: where the caller can map memory, see ``shared_memory.machine``; empty for a caller that wants chunks.
+    ``machine``: where the caller can map memory, see ``shared_memory.machine``; empty for a caller that wants chunks. ``group``:
+    where it waits for the ranks, if it can also receive through a process group.
     """
 
     run: str
@@ -86,6 +115,7 @@ class WeightsRequest:
     have_digest: bytes = b""
     wait_seconds: float = 0.0
     machine: str = ""
+    group: WeightGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +124,8 @@ class Manifest:
 
     ``layouts`` and ``digests`` have one entry for each tensor, in the order of the sorted names. ``base_version`` is the version
     that the chunks are a delta against; None if they are everything. With ``regions``, no chunks follow: the caller maps them,
-    and ends the stream when it has read them. ``places``: region and offset of each tensor.
+    and ends the stream when it has read them. ``places``: region and offset of each tensor. With ``ranks``, no chunks follow
+    either: each rank sends its slices through the group of the request, and the caller ends the stream when it has them.
     """
 
     run: str
@@ -108,6 +139,7 @@ class Manifest:
     data_bytes: int
     regions: tuple[SharedRegion, ...] = ()
     places: tuple[tuple[int, int], ...] = ()
+    ranks: tuple[RankSlices, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -135,6 +167,10 @@ class WeightPeer(Protocol):
     @property
     def address(self) -> str:
         """Role and address of the process, for messages."""
+
+    @property
+    def host(self) -> str:
+        """Host of the process."""
 
     def get_weights(self, request: WeightsRequest, timeout: float) -> Iterator[Message]:
         """Yield the messages of a stream. ``timeout`` is in seconds for the whole stream. Raises QuartetError."""

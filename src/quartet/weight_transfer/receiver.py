@@ -6,8 +6,9 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -16,8 +17,7 @@ import structlog
 
 from quartet.config.section import pause_after
 from quartet.contract.weights import TransferWay
-from quartet.errors import InvalidRequest, NoResponse, QuartetError, ServiceBusy, ServiceFailed
-from quartet.system.machine import available_cores
+from quartet.errors import InvalidRequest, NoResponse, QuartetError, ServiceBusy, ServiceFailed, ServiceUnavailable
 from quartet.weight_transfer.link_speed import MIN_MEASURED_BYTES, LinkSpeed
 from quartet.weight_transfer.mapped_regions import MappedRegions, process_of
 from quartet.weight_transfer.messages import (
@@ -30,7 +30,7 @@ from quartet.weight_transfer.messages import (
     WeightPeer,
     WeightsRequest,
 )
-from quartet.weight_transfer.shared_memory import Allocator
+from quartet.weight_transfer.process_group import GroupFailed, GroupSettings, Meeting, first_line
 from quartet.weight_transfer.store import Link, LinkedStore, Position, apply_differences, check_names, version_of
 from quartet.weight_transfer.tensors import (
     HostTensor,
@@ -39,7 +39,6 @@ from quartet.weight_transfer.tensors import (
     combined_digest,
     joined_digest,
     tensor_digest,
-    tensor_digests,
 )
 
 log = structlog.get_logger()
@@ -69,14 +68,11 @@ class PulledWeights:
 
     def verify(self) -> None:
         """Compute the digest of every shared tensor. Raises ServiceFailed if one is not that of the source."""
-        tensors = [(self.weight_set.tensors[name], None) for name in self.digests]
-        with ThreadPoolExecutor(available_cores()) as pool:
-            found = tensor_digests(tensors, pool.map)
-        for (name, digest), other in zip(self.digests.items(), found, strict=True):
-            if other != digest:
+        for name, digest in self.digests.items():
+            if tensor_digest(self.weight_set.tensors[name]) != digest:
                 raise ServiceFailed(
                     f"{self.source}: shared memory: version {self.weight_set.version}: {name} has another digest than in the "
-                    "manifest; a stream that ends during a load lets the source write another version there"
+                    "manifest"
                 )
 
 
@@ -98,10 +94,14 @@ class WeightMirror(LinkedStore):
         max_bytes: int | None = None,
         shares: bool = True,
         directory: Path | None = None,
+        group: GroupSettings | None = None,
     ) -> None:
-        """``max_bytes``: maximum size of the weights. Defaults to this machine's memory. See ``WeightStore`` for the rest."""
+        """``max_bytes``: maximum size of the weights. Defaults to this machine's memory. ``group``: how to receive through
+        groups, if it can. See ``WeightStore`` for the rest.
+        """
         super().__init__(name, capacity, num_threads, shares, directory)
         self._max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self._group = group
         self.speeds: defaultdict[str, LinkSpeed] = defaultdict(LinkSpeed)
         """What transfers over gRPC have taken, by the address of the source."""
         self._lease: Iterator[Message] | None = None
@@ -138,9 +138,9 @@ class WeightMirror(LinkedStore):
             for rounds in count(1):
                 busy = []
                 for source in remaining:
-                    shares = True
-                    # By shared memory, as a delta, as everything.
-                    for _ in range(3):
+                    shares, grouped = True, self._group is not None
+                    # By shared memory, through a process group, as a delta, as everything.
+                    for _ in range(4):
                         speed = self.speeds[source.address]
                         wants_delta = delta and self._run == run and speed.prefers_delta()
                         have = self._versions[-1] if self._versions and wants_delta else None
@@ -155,7 +155,7 @@ class WeightMirror(LinkedStore):
                         )
                         began = time.perf_counter()
                         try:
-                            pulled = self._pull(source, request, deadline, start)
+                            pulled = self._pull(source, request, deadline, start, grouped)
                             # A source that waits for the version itself says nothing about the link.
                             if (
                                 pulled.way in ("full", "delta")
@@ -170,6 +170,11 @@ class WeightMirror(LinkedStore):
                             break
                         except _NotShared:
                             shares = False
+                        except GroupFailed as error:
+                            grouped = False
+                            reason = f"{source.address}: process group: {error}"
+                            errors.append(ServiceUnavailable(reason))
+                            log.warning("weights are sent by gRPC, the process group has failed", reason=reason)
                         except WrongWeights as error:
                             errors.append(ServiceFailed(str(error)))
                             if have is None:
@@ -237,11 +242,31 @@ class WeightMirror(LinkedStore):
         self._seen = weights.digest, self.tensor_digests()
         return PulledWeights(weights, base_digest, changed, received, time.perf_counter() - start, source, way)
 
-    def _pull(self, source: WeightPeer, request: WeightsRequest, deadline: float, start: float) -> PulledWeights:
+    def _pull(
+        self, source: WeightPeer, request: WeightsRequest, deadline: float, start: float, grouped: bool = False
+    ) -> PulledWeights:
+        """``grouped``: also offer to receive through a process group. Raises GroupFailed."""
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise NoResponse(f"{source.address}: GetWeights: no time left")
-        stream = source.get_weights(request, remaining)
+        if self._group is not None and grouped:
+            try:
+                meeting = Meeting(self._group, source.host)
+            except (OSError, QuartetError) as error:
+                raise GroupFailed(first_line(error)) from None
+            with closing(meeting):
+                return self._receive(source, replace(request, group=meeting.group), deadline, start, meeting)
+        return self._receive(source, request, deadline, start)
+
+    def _receive(
+        self,
+        source: WeightPeer,
+        request: WeightsRequest,
+        deadline: float,
+        start: float,
+        meeting: Meeting | None = None,
+    ) -> PulledWeights:
+        stream = source.get_weights(request, deadline - time.monotonic())
         try:
             manifest = self._manifest_of(stream, request)
             if manifest.regions:
@@ -251,10 +276,14 @@ class WeightMirror(LinkedStore):
             if request.machine:
                 self._explain(source, "", "it is on another machine, of another user, or in another container")
             base_digest = b"" if manifest.base_version is None else self._versions[-1].digest
-            if manifest.base_version is None:
+            if manifest.ranks:
+                received = self._receive_slices(manifest, meeting, request.run, deadline)
+                changed = frozenset(layout.name for layout in manifest.layouts)
+                way: TransferWay = "process group"
+            elif manifest.base_version is None:
                 received = self._receive_everything(manifest, stream, request.run)
                 changed = frozenset(layout.name for layout in manifest.layouts)
-                way: TransferWay = "full"
+                way = "full"
             else:
                 changed, received = self._receive_delta(manifest, stream)
                 way = "delta"
@@ -321,9 +350,8 @@ class WeightMirror(LinkedStore):
         changed = frozenset(name for name, digest in digests.items() if before.get(name) != digest)
         self._seen = manifest.digest, digests
         with self._state:
-            # A mirror that maps has nothing to send, so it needs no memory. Streams that have started keep theirs.
-            self._versions, self._links, self._memories, self._layouts, self._spares = [], [], [], (), {}
-            self._allocator = Allocator(bool(self._machine))
+            self._versions, self._links = [], []
+        # A mirror that maps has nothing to send.
         self._fail()
         seconds = time.perf_counter() - start
         weights = WeightSet(manifest.version, manifest.digest, tensors, manifest.adapter)
@@ -362,6 +390,33 @@ class WeightMirror(LinkedStore):
                 for layout, each in zip(manifest.layouts, blocks, strict=True)
             ]
             self._check(manifest, range(len(manifest.layouts)), digests)
+            with self._state:
+                self._run = run
+                self._append(version_of(manifest.version, manifest.layouts, manifest.digests, manifest.adapter), None)
+        return received
+
+    def _receive_slices(self, manifest: Manifest, meeting: Meeting | None, run: str, deadline: float) -> int:
+        """Receive the slices of all ranks into the buffers. Return the bytes received. Raises GroupFailed."""
+        if meeting is None:
+            raise WrongWeights("expected no slices of ranks without a group")
+        _check_slices(manifest)
+        with self._writes():
+            self._allocate(manifest.layouts)
+            digests: dict[int, Future[bytes]] = {}
+
+            def hash_tensor(tensor: int) -> None:
+                digests[tensor] = self._pool.submit(self._digest, tensor)
+
+            targets = [memory.data for memory in self._memories]
+            received = meeting.receive(manifest.ranks, targets, hash_tensor, deadline)
+            for tensor, layout in enumerate(manifest.layouts):
+                if not layout.num_bytes:
+                    hash_tensor(tensor)
+            order = range(len(manifest.layouts))
+            try:
+                self._check(manifest, order, [digests[tensor].result() for tensor in order])
+            except WrongWeights as error:
+                raise GroupFailed(str(error)) from None
             with self._state:
                 self._run = run
                 self._append(version_of(manifest.version, manifest.layouts, manifest.digests, manifest.adapter), None)
@@ -432,6 +487,24 @@ class WeightMirror(LinkedStore):
                 f"version {manifest.version}: {len(wrong)} tensors have another digest than in the manifest, the first is "
                 f"{wrong[0]}"
             )
+
+
+def _check_slices(manifest: Manifest) -> None:
+    """Raise WrongWeights unless the slices of the ranks are every byte of every tensor, once."""
+    found: list[list[tuple[int, int]]] = [[] for _ in manifest.layouts]
+    for rank in manifest.ranks:
+        for tensor, begin, size in zip(rank.tensors, rank.begins, rank.sizes, strict=True):
+            if tensor >= len(found):
+                raise WrongWeights(f"expected slices of {len(found)} tensors, got one of tensor {tensor}")
+            found[tensor].append((begin, begin + size))
+    for layout, ranges in zip(manifest.layouts, found, strict=True):
+        done = 0
+        for begin, end in sorted(ranges):
+            if begin != done or end <= begin:
+                break
+            done = end
+        if done != layout.num_bytes or sum(end - begin for begin, end in ranges) != done:
+            raise WrongWeights(f"{layout.name}: expected slices that are its {layout.num_bytes} bytes once")
 
 
 class WrongWeights(Exception):

@@ -116,6 +116,15 @@ class SliceWriter:
             region.seal()
         return _merged(reports, [each.layout for each in slices], own)
 
+    def memory(self, region: int, offset: int, num_bytes: int) -> Bytes:
+        """Return a part of a region, on a rank above 0. May be called from any thread."""
+        return self._maps[region][offset : offset + num_bytes]
+
+    def place(self, memory: Memory) -> tuple[int, int]:
+        """Return the region and offset by which the other ranks find memory. Rank 0 calls it, on any thread."""
+        assert memory.region is not None
+        return self._regions.index(memory.region), memory.offset
+
     def end(self, sliced: bool = True, error: QuartetError | None = None) -> None:
         """End a publication on all ranks, with an error if there is one. Rank 0 calls it."""
         plan: dict[str, Any] = {"end": sliced}
@@ -221,9 +230,14 @@ class _Task:
 
 @dataclass(slots=True)
 class Report:
-    """What the ranks did for one tensor: whether it differs from the memory, and the digests of its blocks if it was written."""
+    """What the ranks did for one tensor.
+
+    ``differs``: whether it differs from the memory. ``ranges``: rank, begin and end of each slice. ``blocks``: the digests of its
+    blocks, if it was written.
+    """
 
     differs: bool
+    ranges: tuple[tuple[int, int, int], ...]
     blocks: bytes = b""
 
 
@@ -247,7 +261,8 @@ def _merged(reports: Sequence[bytes], layouts: Sequence[TensorLayout], targets: 
             done = max(done, end)
         if done != layout.num_bytes:
             raise ServiceFailed(f"weights: {layout.name}: the ranks have other slices than the whole tensor")
-        own = Report(any(row[2] for row in rows))
+        ranges = tuple((rank, int(row[0]), int(row[1])) for rank, row in enumerate(rows) if row[0] != row[1])
+        own = Report(any(row[2] for row in rows), ranges)
         result.append(own)
         if target is None or not target[1]:
             continue

@@ -22,16 +22,20 @@ from quartet.weight_transfer.messages import (
     Encoding,
     Manifest,
     Message,
+    RankSlices,
     TensorLayout,
+    WeightGroup,
     WeightsRequest,
     grouped,
 )
+from quartet.weight_transfer.process_group import GroupSenders
 from quartet.weight_transfer.shared_memory import Allocator, Memory
 from quartet.weight_transfer.slices import SliceWriter, TensorSlice
 from quartet.weight_transfer.store import Messages, Version, WeightStore, version_of
 from quartet.weight_transfer.tensors import (
     ITEM_BYTES,
     AdapterSettings,
+    Bytes,
     HostTensor,
     WeightSet,
     joined_digest,
@@ -74,15 +78,19 @@ class WeightSource(WeightStore):
         shares: bool = True,
         writer: SliceWriter | None = None,
         directory: Path | None = None,
+        senders: GroupSenders | None = None,
     ) -> None:
         """``capacity``: versions in the window, one less during a publication. At least 2. See ``WeightStore`` for the rest.
 
-        ``writer``: that of rank 0, if several ranks write the tensors, see ``publish_slices``.
+        ``writer``: that of rank 0, if several ranks write the tensors, see ``publish_slices``. ``senders``: that of rank 0, if
+        they also send through process groups.
         """
         if capacity < 2:
             raise InvalidRequest(f"capacity {capacity}: expected at least 2")
         super().__init__("this weight source", capacity, num_threads, shares, directory)
-        self._slice_writer = writer
+        self._slice_writer, self._senders = writer, senders
+        # Rank, begin and end of each slice by the name of its tensor. Empty if rank 0 has all.
+        self._slices: dict[str, tuple[tuple[int, int, int], ...]] = {}
         if writer is not None:
             self._allocator = Allocator(seals=False)
         self.last: PublishedWeights | None = None
@@ -112,6 +120,7 @@ class WeightSource(WeightStore):
         The caller must not change the weights during the call. Raises InvalidRequest for a tensor whose bytes do not fit its
         shape, OutOfMemory if there is no memory for a copy. After an error, the source has no versions.
         """
+        self._slices = {}
         return self._publish(version, lambda before: self._take(tensors, before), adapter, run)
 
     def publish_slices(
@@ -195,6 +204,8 @@ class WeightSource(WeightStore):
         with self._state:
             self._places, self._spares, self._deltas = [], {}, {}
         self._encoders.shutdown(wait=False, cancel_futures=True)
+        if self._senders is not None:
+            self._senders.close()
         super().close()
 
     @contextmanager
@@ -238,6 +249,9 @@ class WeightSource(WeightStore):
         memories, manifest = self._places[wanted], self._everything_manifest(self._versions[wanted])
         if self._shares(request, memories):
             return self._share(manifest, memories, cancelled), memories
+        senders, group = self._senders, request.group
+        if senders is not None and group is not None and group.backend == senders.settings.backend:
+            return self._send_slices(manifest, memories, senders, group, cancelled), memories
         if (
             request.have_version is not None
             and (have := self._find(request.have_version, request.have_digest)) is not None
@@ -262,6 +276,45 @@ class WeightSource(WeightStore):
             for tensor, (layout, memory) in enumerate(zip(manifest.layouts, memories, strict=True))
             for index in range(layout.num_chunks)
         )
+
+    def _send_slices(
+        self,
+        manifest: Manifest,
+        memories: Sequence[Memory],
+        senders: GroupSenders,
+        group: WeightGroup,
+        cancelled: Callable[[], bool],
+    ) -> Iterator[Message]:
+        """Let each rank send what it has written. Yield the manifest, and wait until the caller has ended the stream."""
+        slices = [
+            (rank, index, begin, end)
+            for index, layout in enumerate(manifest.layouts)
+            for rank, begin, end in self._slices.get(layout.name, ((0, 0, layout.num_bytes),))
+            if begin < end
+        ]
+        ranks = []
+        own: list[Bytes] = []
+        others: list[list[tuple[int, int, int]]] = []
+        for each in range(1 + max((rank for rank, *_ in slices), default=0)):
+            mine = [(index, begin, end) for rank, index, begin, end in slices if rank == each]
+            columns = (
+                zip(*((index, begin, end - begin) for index, begin, end in mine), strict=True) if mine else ((),) * 3
+            )
+            ranks.append(RankSlices(*map(tuple, columns)))
+            if not each:
+                own = [memories[index].data[begin:end] for index, begin, end in mine]
+                continue
+            assert self._slice_writer is not None
+            places = []
+            for index, begin, end in mine:
+                region, offset = self._slice_writer.place(memories[index])
+                places.append((region, offset + begin, end - begin))
+            others.append(places)
+        senders.start(group, own, others)
+        yield replace(manifest, data_bytes=0, ranks=tuple(ranks))
+        with self._state:
+            while not cancelled() and not self._closed:
+                self._state.wait()
 
     def _difference(
         self,
@@ -336,7 +389,9 @@ class WeightSource(WeightStore):
         if any(target is None or target[0].region is None for target in targets):
             raise _NotSliced
         changed = []
+        ranges = {}
         for tensor, report in zip(tensors, writer.lead(slices, targets), strict=True):
+            ranges[tensor.layout.name] = report.ranges
             if tensor.memory is not None:
                 tensor.digest = joined_digest(tensor.layout.dtype, tensor.layout.shape, report.blocks)
             elif report.differs:
@@ -356,6 +411,7 @@ class WeightSource(WeightStore):
         for tensor in tensors:
             if not tensor.is_changed and tensor.before is not None:
                 tensor.memory = tensor.before.memory
+        self._slices = ranges
         return {tensor.layout.name: tensor for tensor in tensors}
 
     def _place(self, tensors: Sequence[_Tensor]) -> None:

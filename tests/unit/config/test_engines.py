@@ -298,6 +298,25 @@ def test_in_flight_updates_need_an_engine_that_takes_them_and_off_policy_steps(
         config(engine, lora=lora, rollout={**needed, **rollout})
 
 
+@pytest.mark.parametrize(
+    ("group", "changes", "word"),
+    [
+        ("nccl", {}, "nccl: needs GPUs on both sides; set services.actor.devices and services.generator.devices"),
+        ("gloo", {"security": {"certificates": "certificates"}}, "gloo: sends weights without TLS, which security"),
+    ],
+)
+def test_a_process_group_needs_its_devices_and_an_allowance_beside_tls(
+    group: str, changes: dict[str, Any], word: str
+) -> None:
+    rollout = {"process_group": group, "generators": 1}
+    with pytest.raises(ConfigError, match=word):
+        config("torch", rollout=rollout, **changes)
+    allowed = {"certificates": "certificates", "allow_plaintext": True}
+    assert config("torch", rollout={**rollout, "process_group": "gloo"}, security=allowed)
+    devices = {"actor": {"devices": [0]}, "generator": {"devices": [1]}}
+    assert config("torch", rollout={**rollout, "process_group": "nccl"}, services=devices)
+
+
 SERVER = {"url": "http://127.0.0.1:8000", "weights_directory": "/w"}
 TRT_SAMPLER = {"tensorrt_llm": {"sampler": "TRTLLMSampler"}}
 

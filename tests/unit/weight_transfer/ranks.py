@@ -8,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from torch._C._distributed_c10d import TCPStore
 
 from quartet.weight_transfer.messages import TensorLayout
+from quartet.weight_transfer.process_group import GroupSenders, GroupSettings
 from quartet.weight_transfer.slices import SliceWriter, TensorSlice
 from quartet.weight_transfer.source import WeightSource
 from quartet.weight_transfer.tensors import ITEM_BYTES, HostTensor
@@ -63,12 +65,19 @@ def random_cuts(seed: int) -> Cut:
 class Trainer:
     """``size`` ranks, of which rank 0 has the source."""
 
-    def __init__(self, size: int, cut: Cut = even, **settings: Any) -> None:
-        """``settings`` of the source."""
+    def __init__(self, size: int, cut: Cut = even, group: GroupSettings | None = None, **settings: Any) -> None:
+        """``group``: the ranks also send through process groups. ``settings`` of the source."""
         self.size, self._cut = size, cut
         board, barrier = [b""] * size, threading.Barrier(size)
         self.writers = [SliceWriter(ThreadRank(rank, size, board, barrier), 2) for rank in range(size)]
-        self.source = WeightSource(num_threads=2, writer=self.writers[0], **settings)
+        self.senders: list[GroupSenders] = []
+        if group is not None:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self.senders = [GroupSenders(group, rank, size, self._store.clone()) for rank in range(size)]
+            for writer, senders in zip(self.writers[1:], self.senders[1:], strict=True):
+                senders.follow(writer.memory)
+        first = self.senders[0] if self.senders else None
+        self.source = WeightSource(num_threads=2, writer=self.writers[0], senders=first, **settings)
         self._threads = ThreadPoolExecutor(size)
 
     def slices(self, tensors: Mapping[str, HostTensor]) -> list[list[TensorSlice]]:
@@ -102,3 +111,5 @@ class Trainer:
         for writer in self.writers:
             writer.close()
         self._threads.shutdown()
+        if self.senders:
+            del self._store

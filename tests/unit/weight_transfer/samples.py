@@ -82,6 +82,7 @@ class LocalPeer:
     address: str = "actor at local"
     fault: Callable[[Iterator[Message]], Iterator[Message]] | None = None
     requests: list[WeightsRequest] = field(default_factory=list)
+    host: str = "127.0.0.1"
 
     def get_weights(self, request: WeightsRequest, timeout: float) -> Iterator[Message]:
         self.requests.append(request)

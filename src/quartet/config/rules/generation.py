@@ -80,6 +80,17 @@ def check_generators(config: ConfigTree) -> None:
             f"services.generator.devices {list(devices)}: expected an equal number for each of the "
             f"{config.rollout.generators} generators of rollout.generators"
         )
+    group = config.rollout.process_group
+    if group == "nccl" and not (config.services.actor.devices and devices):
+        raise ValueError(
+            "rollout.process_group nccl: needs GPUs on both sides; set services.actor.devices and services.generator.devices, or "
+            "process_group gloo"
+        )
+    if group != "none" and config.security.certificates is not None and not config.security.allow_plaintext:
+        raise ValueError(
+            f"rollout.process_group {group}: sends weights without TLS, which security.certificates asks for; set process_group "
+            "none, or security.allow_plaintext true inside a network that you trust"
+        )
     if config.services.generators and config.buffer.url is None:
         raise ValueError(
             "buffer.url: the generators of services.generators need a Redis server that they share with this run; set "

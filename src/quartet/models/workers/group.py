@@ -227,6 +227,12 @@ class WorkerGroup(Workers):
         return [each[: int(length)].numpy().tobytes() for each, length in zip(every or (), lengths, strict=False)]
 
 
+def store_connection() -> Store:
+    """Return another connection to the store in which the ranks have met, for one thread."""
+    store: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    return store
+
+
 def _count(module: FSDPModule) -> int:
     """Return the number of sharded parameters below ``module``."""
     parameters: list[torch.Tensor] = list(module.parameters())  # type: ignore[attr-defined]
