@@ -129,7 +129,7 @@ class Generator:
         self._loaded = b""
         digests = self._engine.load_weights(pulled.weight_set, changed)
         if self._engine.properties.digest == "read back":
-            self._check_held(pulled.weight_set, digests)
+            self._check_held(pulled, digests)
         else:
             pulled.verify()
         self._attestation.expect(digests)
@@ -185,9 +185,11 @@ class Generator:
             self._loaded, self._verified = digest, {digest: policy_version}
         return PublishedWeights(policy_version, digest, len(digests), size, time.perf_counter() - start)
 
-    def _check_held(self, weights: WeightSet, held: Mapping[str, bytes]) -> None:
-        digest = combined_digest(held)
+    def _check_held(self, pulled: PulledWeights, held: Mapping[str, bytes]) -> None:
+        digest, weights = combined_digest(held), pulled.weight_set
         if digest != weights.digest:
+            # It is no fault of the engine if the source has changed the memory meanwhile.
+            pulled.verify()
             raise MismatchError(
                 f"engine {self._engine.properties.name}: holds weights of digest {digest.hex()} after it loaded version "
                 f"{weights.version} of digest {weights.digest.hex()}; it has dropped or damaged part of the update; restart this "

@@ -6,7 +6,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -18,6 +18,7 @@ import structlog
 from quartet.config.section import pause_after
 from quartet.contract.weights import TransferWay
 from quartet.errors import InvalidRequest, NoResponse, QuartetError, ServiceBusy, ServiceFailed, ServiceUnavailable
+from quartet.system.machine import available_cores
 from quartet.weight_transfer.link_speed import MIN_MEASURED_BYTES, LinkSpeed
 from quartet.weight_transfer.mapped_regions import MappedRegions, process_of
 from quartet.weight_transfer.messages import (
@@ -31,6 +32,7 @@ from quartet.weight_transfer.messages import (
     WeightsRequest,
 )
 from quartet.weight_transfer.process_group import GroupFailed, GroupSettings, Meeting, first_line
+from quartet.weight_transfer.shared_memory import Allocator
 from quartet.weight_transfer.store import Link, LinkedStore, Position, apply_differences, check_names, version_of
 from quartet.weight_transfer.tensors import (
     HostTensor,
@@ -39,6 +41,7 @@ from quartet.weight_transfer.tensors import (
     combined_digest,
     joined_digest,
     tensor_digest,
+    tensor_digests,
 )
 
 log = structlog.get_logger()
@@ -68,11 +71,14 @@ class PulledWeights:
 
     def verify(self) -> None:
         """Compute the digest of every shared tensor. Raises ServiceFailed if one is not that of the source."""
-        for name, digest in self.digests.items():
-            if tensor_digest(self.weight_set.tensors[name]) != digest:
+        tensors = [(self.weight_set.tensors[name], None) for name in self.digests]
+        with ThreadPoolExecutor(available_cores()) as pool:
+            found = tensor_digests(tensors, pool.map)
+        for (name, digest), other in zip(self.digests.items(), found, strict=True):
+            if other != digest:
                 raise ServiceFailed(
                     f"{self.source}: shared memory: version {self.weight_set.version}: {name} has another digest than in the "
-                    "manifest"
+                    "manifest; a stream that ends during a load lets the source write another version there"
                 )
 
 
@@ -350,8 +356,9 @@ class WeightMirror(LinkedStore):
         changed = frozenset(name for name, digest in digests.items() if before.get(name) != digest)
         self._seen = manifest.digest, digests
         with self._state:
-            self._versions, self._links = [], []
-        # A mirror that maps has nothing to send.
+            # A mirror that maps has nothing to send, so it needs no memory. Streams that have started keep theirs.
+            self._versions, self._links, self._memories, self._layouts, self._spares = [], [], [], (), {}
+            self._allocator = Allocator(bool(self._machine))
         self._fail()
         seconds = time.perf_counter() - start
         weights = WeightSet(manifest.version, manifest.digest, tensors, manifest.adapter)

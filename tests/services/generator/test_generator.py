@@ -162,6 +162,20 @@ def test_an_engine_that_holds_other_weights_is_refused_and_gets_everything_next(
     assert engine.loads == [{"a", "b"}, {"a"}, {"a", "b"}]
 
 
+def test_memory_that_its_source_changes_during_a_load_is_no_fault_of_the_engine(
+    generator: Generator, stream: RolloutStream
+) -> None:
+    weights = weight_set(1)
+    digests = {name: tensor_digest(tensor) for name, tensor in weights.tensors.items()}
+    pulled = PulledWeights(weights, b"", frozenset(), 0, 0.5, "actor at here:1", "shared memory", digests)
+    weights.tensors["a"].data[0] ^= 1
+    with pytest.raises(
+        ServiceFailed, match=r"actor at here:1: shared memory: version 1: a has another digest .* ends during"
+    ):
+        generator.load(RUN, 1, 1, weights.digest, lambda: pulled)
+    assert generate(generator, 2, load(generator, 2)) == (3, 6)
+
+
 def test_an_engine_that_fails_to_load_gets_everything_next(generator: Generator, engine: CopyingEngine) -> None:
     load(generator, 1)
     engine.failure = ComputationFailed("no memory")

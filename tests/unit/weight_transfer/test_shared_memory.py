@@ -215,6 +215,24 @@ def test_a_version_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert allocator.allocate([10**6])[0].offset == place
 
 
+def test_a_generator_that_maps_gives_its_copy_back(source: WeightSource, mirror: WeightMirror) -> None:
+    tensors, before = weights(), mapped()
+    source.publish(0, tensors.items(), run=RUN)
+    here, mirror._machine = mirror._machine, machine() + "x"
+    assert pull(mirror, source, 0, tensors).way == "full"
+    assert mapped() == before + 2
+    after = changed(tensors, 1)
+    source.publish(1, after.items(), run=RUN)
+    mirror._machine = here
+    result = pull(mirror, source, 1, after)
+    assert result.way == "shared memory"
+    assert_equal(result.weight_set, after)
+    # The region of the source, here and there.
+    assert (mirror._allocator.regions, mapped()) == ([], before + 2)
+    mirror._machine = machine() + "x"
+    assert_equal(pull(mirror, source, 1, after).weight_set, after)
+
+
 def test_nothing_is_left() -> None:
     before = opened(), mapped()
     source, mirror = WeightSource(num_threads=1), WeightMirror(num_threads=1)
