@@ -77,6 +77,11 @@ class ActorServicer(
         """Return the longer abandoned work of both threads, see ``ComputeThread.abandoned``."""
         return max(super().abandoned(), self._generation.abandoned(), key=itemgetter(1))
 
+    def end_streams(self) -> None:
+        """End the streams of weights that wait for a version or lend memory."""
+        if self._weights is not None:
+            self._weights.end_streams()
+
     def close(self) -> None:
         """Close both compute threads, and the weights for other processes."""
         self._generation.close()

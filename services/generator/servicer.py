@@ -68,6 +68,10 @@ class GeneratorServicer(ModelServicer[Generator], generation_pb2_grpc.Generation
         WeightServicer(self._mirror).register(server)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
 
+    def end_streams(self) -> None:
+        """End the streams of weights that wait for a version or lend memory."""
+        self._mirror.end_streams()
+
     def close(self) -> None:
         """Close the compute threads, the engine and its weights."""
         super().close()

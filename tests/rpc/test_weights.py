@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -31,7 +33,7 @@ from quartet.weight_transfer.source import WeightSource
 from quartet.weight_transfer.store import WeightStore
 from tests.every_case import every_case
 from tests.unit.weight_transfer.samples import Tensors, assert_equal, changed, digest, tensor, weights
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 
 RUN = "run"
 
@@ -56,6 +58,10 @@ class WeightRole:
     def abandoned(self) -> tuple[str, float]:
         return "", 0.0
 
+    def end_streams(self) -> None:
+        if isinstance(self._servicer, WeightServicer):
+            self._servicer.end_streams()
+
     def close(self) -> None:
         pass
 
@@ -64,7 +70,7 @@ class Network:
     """Servers and clients of weights."""
 
     def __init__(self) -> None:
-        self._opened: list[Any] = []
+        self.opened: list[Any] = []
 
     def serve(self, store: WeightStore, max_streams: int = 4) -> tuple[WeightClient, Server]:
         return self.host(WeightServicer(store, max_streams))
@@ -72,23 +78,23 @@ class Network:
     def host(self, servicer: Any) -> tuple[WeightClient, Server]:
         server = Server([WeightRole(servicer)], "127.0.0.1:0")
         client = WeightClient(Role.ACTOR, server.address)
-        self._opened += [client, server]
+        self.opened += [client, server]
         return client, server
 
     def source(self, *versions: Tensors) -> WeightSource:
         source = WeightSource(num_threads=2)
         for number, tensors in enumerate(versions):
             source.publish(number, tensors.items(), run=RUN)
-        self._opened.append(source)
+        self.opened.append(source)
         return source
 
     def mirror(self) -> WeightMirror:
         mirror = WeightMirror(num_threads=2, shares=False)
-        self._opened.append(mirror)
+        self.opened.append(mirror)
         return mirror
 
     def close(self) -> None:
-        for each in self._opened:
+        for each in self.opened:
             if isinstance(each, Server):
                 each.stop(0)
             else:
@@ -146,6 +152,37 @@ def test_leases_do_not_take_the_places_of_streams(network: Network) -> None:
     assert network.mirror().pull([client], RUN, 0, digest(tensors), timeout=20).way == "full"
     for mirror in mirrors:
         mirror.close()
+
+
+def test_a_source_that_stops_waits_for_no_reader_and_writes_nowhere_that_one_reads(network: Network) -> None:
+    versions = [weights()]
+    versions += [changed(versions[0], number) for number in range(1, 4)]
+    source, mirror = network.source(versions[0]), WeightMirror(num_threads=1)
+    client, server = network.serve(source)
+    result = mirror.pull([client], RUN, 0, digest(versions[0]), timeout=20)
+    assert result.way == "shared memory"
+    waiting: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+
+    def wait() -> None:
+        try:
+            list(client.get_weights(WeightsRequest(RUN, 9, wait_seconds=LIMIT), LIMIT))
+        except QuartetError as error:
+            waiting.put(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    wait_until(lambda: len(source._state._waiters) == 2)  # type: ignore[attr-defined]
+    network.opened.remove(server)
+    start = time.monotonic()
+    server.stop(LIMIT)
+    assert time.monotonic() - start < LIMIT / 4
+    thread.join()
+    assert isinstance(waiting.get(), ServiceUnavailable)
+    # A running update may still publish.
+    for number in range(1, 4):
+        source.publish(number, versions[number].items(), run=RUN)
+        assert_equal(result.weight_set, versions[0])
+    mirror.close()
 
 
 def test_an_unknown_version_is_a_failed_precondition(network: Network) -> None:

@@ -281,6 +281,10 @@ class WeightServicer:
             (grpc.method_handlers_generic_handler(WEIGHT_SERVICE, {"GetWeights": handler}),)
         )
 
+    def end_streams(self) -> None:
+        """End the streams that wait for a version or lend memory."""
+        self._store.end_streams()
+
     def GetWeights(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         """Yield the manifest, then the chunks of the wanted version."""
         wanted = from_message(WeightsRequest, request)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import grpc
 import structlog
@@ -52,6 +52,14 @@ class HostedRole(Protocol):
 
     def close(self) -> None:
         """Release resources. Called once, after the last call has ended."""
+
+
+@runtime_checkable
+class StreamingRole(Protocol):
+    """A role with streams that last until something happens."""
+
+    def end_streams(self) -> None:
+        """End these streams. Called when new calls are refused."""
 
 
 class StatusServicer(status_pb2_grpc.StatusServiceServicer):
@@ -216,9 +224,12 @@ class Server:
         return self._probes.address if self._probes is not None else None
 
     def drain(self, seconds: float) -> None:
-        """Refuse new calls, and give running calls ``seconds`` to finish. Cancel health watches, which never finish."""
+        """Refuse new calls, and give running calls ``seconds`` to finish. End the streams that would never finish."""
         self._health.enter_graceful_shutdown()
         stopped = self._server.stop(grace=seconds)
+        for role in self._roles:
+            if isinstance(role, StreamingRole):
+                role.end_streams()
         if not stopped.wait(NOTICE_SECONDS):
             self._health.cancel_watches()
             stopped.wait()

@@ -87,7 +87,7 @@ class WeightStore(ABC):
         # Oldest first.
         self._versions: list[Version] = []
         self._failures = 0
-        self._closed = False
+        self._ending = self._closed = False
         if self._machine and directory is not None:
             self._share_through(directory)
 
@@ -160,8 +160,15 @@ class WeightStore(ABC):
         with self._state:
             self._state.notify_all()
 
+    def end_streams(self) -> None:
+        """End the streams that wait for a version or lend memory. The memory that they have lent stays as it is."""
+        with self._state:
+            self._ending = True
+            self._state.notify_all()
+
     def close(self) -> None:
         """End the threads and the streams that wait for a version. Forget all weights."""
+        self.end_streams()
         with self._state:
             self._closed = True
             self._versions, self._memories, self._layouts = [], [], ()
@@ -216,7 +223,7 @@ class WeightStore(ABC):
         shared = tuple(SharedRegion(os.getpid(), region.fd, len(region.data), name) for region in regions)
         yield replace(manifest, data_bytes=0, regions=shared, places=places)
         with self._state:
-            while not cancelled() and not self._closed:
+            while not cancelled() and not self._ending:
                 self._state.wait()
 
     @contextmanager
@@ -229,14 +236,15 @@ class WeightStore(ABC):
             yield
         finally:
             with self._state:
-                for memory in memories:
+                # The reader of a stream that this process has ended may still read.
+                for memory in () if self._ending else memories:
                     memory.readers -= 1
 
     def _wait(self, request: WeightsRequest, deadline: float, cancelled: Callable[[], bool], failures: int) -> None:
         remaining = deadline - time.monotonic()
         if cancelled():
             raise Cancelled(f"{self._name}: the caller of GetWeights is gone")
-        if self._closed or self._failures != failures:
+        if self._ending or self._failures != failures:
             raise ServiceUnavailable(f"{self._name}: the wanted version {request.version} did not arrive here")
         if remaining <= 0:
             raise self._unknown(request)
