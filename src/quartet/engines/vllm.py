@@ -1,9 +1,9 @@
 """vLLM in the generator's process: its AsyncLLM, from prompt token ids, with the policy's weights and log-probs.
 
-vLLM runs in separate processes, one for each GPU. New weights reach them as a file in memory that vLLM's own loaders read
-(``reload_weights``), and an adapter as one LoRA request per policy version. Nothing is pickled by Quartet, and vLLM's insecure
-serialization stays off. ``vllm_weights`` has the weights, ``vllm_process`` the calls, and ``vllm_worker`` the part that runs in
-vLLM's processes.
+vLLM runs in separate processes, one for each GPU. They map the memory that new weights are in, through a backend of vLLM's own
+weight transfer; an adapter is one LoRA request per policy version. Nothing is pickled by Quartet, and vLLM's insecure
+serialization stays off. ``vllm_weights`` has the weights, ``vllm_process`` the calls, and ``vllm_transfer`` and ``vllm_worker``
+the part that runs in vLLM's processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quartet.engines.engine import Cancelled as IsCancelled
 from quartet.engines.engine import Engine, EngineKind, EngineProperties, EngineResponse, Guarantees, ServedModel
 from quartet.engines.request_checks import check_requests
 from quartet.engines.served_model import read_served_model
-from quartet.engines.vllm_library import NAME, check_arguments, import_vllm, lora_rank, on_cpu
+from quartet.engines.vllm_library import BACKEND, NAME, check_arguments, import_vllm, lora_rank, on_cpu
 from quartet.engines.vllm_process import VLLMProcess, error_text
 from quartet.engines.vllm_weights import VLLMWeights
 from quartet.engines.weight_folders import OwnedFolder
@@ -227,6 +227,7 @@ class VLLMEngine:
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
             "worker_extension_cls": self.worker_extension,
+            "weight_transfer_config": {"backend": BACKEND},
         }
         if on_cpu():
             arguments.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)

@@ -12,6 +12,8 @@ from quartet.errors import ConfigError
 
 NAME = "vLLM"
 """Name of the engine in messages."""
+BACKEND = "quartet"
+"""Name of the backend of vLLM's weight transfer that reads shared memory, see ``vllm_transfer``."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM allocates memory for."""
 _OWN_ARGUMENTS = frozenset(
@@ -36,6 +38,7 @@ class Library:
     AsyncLLM: Any
     AsyncEngineArgs: Any
     SamplingParams: Any
+    WeightTransferUpdateRequest: Any
 
 
 def import_vllm() -> Library:
@@ -47,13 +50,14 @@ def import_vllm() -> Library:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
         import vllm
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
         from vllm.v1.engine.async_llm import AsyncLLM
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             f"the engine vllm: {error}; run the generator in an environment with vLLM 0.32 or newer, for example the image of "
             "docker/Dockerfile.generator"
         ) from error
-    return Library(AsyncLLM, vllm.AsyncEngineArgs, vllm.SamplingParams)
+    return Library(AsyncLLM, vllm.AsyncEngineArgs, vllm.SamplingParams, WeightTransferUpdateRequest)
 
 
 def on_cpu() -> bool:

@@ -116,6 +116,16 @@ class VLLMProcess:
         replies: list[str] = self.call(self.llm.collective_rpc(method, args=arguments), method)
         return replies
 
+    def update_weights(self, regions: list[list[int]], tensors: Mapping[str, list[Any]]) -> None:
+        """Let every worker load tensors from shared memory, see ``vllm_transfer.SharedTensors``. Raises ServiceFailed."""
+        request = self._library.WeightTransferUpdateRequest({"regions": regions, "tensors": dict(tensors)})
+        self.call(self.llm.start_weight_update(), "start_weight_update")
+        self.call(self.llm.update_weights(request), "update_weights")
+        try:
+            self.call(self.llm.finish_weight_update(), "finish_weight_update")
+        except ServiceFailed as error:
+            raise EngineFailed(str(error)) from error  # vLLM begins no further update.
+
     def run(self, coroutine: Coroutine[Any, Any, None]) -> LoopTask:
         """Start a coroutine as a task."""
         return LoopTask(coroutine, self._loop)

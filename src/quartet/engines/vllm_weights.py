@@ -12,17 +12,19 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from quartet.engines.checkpoint_files import adapter_tensors, base_tensors, write_adapter, write_safetensors
+from quartet.engines.checkpoint_files import adapter_tensors, base_tensors, write_adapter
 from quartet.engines.vllm_library import NAME
 from quartet.engines.vllm_process import VLLMProcess
 from quartet.errors import ServiceFailed
+from quartet.weight_transfer.shared_memory import Allocator, Memory, SharedRegion, region_of
 from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, HostTensor, WeightSet, tensor_digest
 
 
 class VLLMWeights:
-    """Policy versions in vLLM's processes: load, and read back. ``folder`` is for the files that vLLM reads.
+    """Policy versions in vLLM's processes: load, and read back.
 
-    New weights are a file in memory that vLLM's own loaders read. An adapter is one LoRA request per policy version.
+    vLLM's processes map the memory that new weights are in. An adapter is one LoRA request per policy version, with a file in
+    ``folder``.
     """
 
     def __init__(self, process: VLLMProcess, model: str, folder: Path) -> None:
@@ -70,13 +72,19 @@ class VLLMWeights:
         return result | (self.read_back_adapter(adapter) if adapter is not None else {})
 
     def _load(self, tensors: Mapping[str, HostTensor]) -> None:
-        path = self._folder / "weights.safetensors"
-        try:
-            write_safetensors(path, tensors)
-            # Every rank has the same modules.
-            self._modules = json.loads(self._process.rpc("quartet_load", str(path))[0])
-        finally:
-            path.unlink(missing_ok=True)
+        """Let vLLM's processes load tensors from the memory that they are in. Raises ServiceFailed."""
+        # The memory of these copies is there until the end of this method.
+        copies = shared_copies({name: tensor for name, tensor in tensors.items() if region_of(tensor.data) is None})
+        regions: dict[SharedRegion, int] = {}
+        places: dict[str, list[Any]] = {}
+        for name, tensor in tensors.items():
+            place = region_of(copies[name].data if name in copies else tensor.data)
+            assert place is not None
+            index = regions.setdefault(place[0], len(regions))
+            places[name] = [tensor.dtype, list(tensor.shape), index, place[1]]
+        self._process.update_weights([[region.pid, region.fd, region.num_bytes] for region in regions], places)
+        # Every rank has the same modules.
+        self._modules = json.loads(self._process.rpc("quartet_modules")[0])
 
     def _closure(self, changed: set[str]) -> set[str]:
         """Return the tensors to load so that every module with a changed tensor is loaded as a whole.
@@ -122,6 +130,19 @@ class VLLMWeights:
         replies = self._process.rpc("quartet_adapter_digests", str(path), self.lora.lora_int_id, scaling)
         ranks = [json.loads(reply) for reply in replies]
         return {name: agreed_digest([bytes.fromhex(rank[name]) for rank in ranks]) for name in ranks[0]}
+
+
+def shared_copies(tensors: Mapping[str, HostTensor]) -> dict[str, Memory]:
+    """Copy tensors to memory that other processes can map. Raises ServiceFailed if this machine has none, OutOfMemory."""
+    memories = Allocator().allocate([tensor.data.nbytes for tensor in tensors.values()])
+    for tensor, memory in zip(tensors.values(), memories, strict=True):
+        if memory.region is None:
+            raise ServiceFailed(
+                f"{NAME}: this machine or container has no memory that {NAME}'s processes can map, and the log above says why; "
+                "allow memfd_create"
+            )
+        memory.data[:] = tensor.data
+    return dict(zip(tensors, memories, strict=True))
 
 
 def combined_regions(name: str, tensor: HostTensor, entries: Sequence[Any]) -> bytes:

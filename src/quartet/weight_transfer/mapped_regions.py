@@ -17,7 +17,7 @@ import numpy as np
 
 from quartet.errors import InvalidRequest, ServiceUnavailable
 from quartet.weight_transfer.descriptors import SharedDirectory, receive_descriptors
-from quartet.weight_transfer.shared_memory import SEALS, SIZE_SEALS, SharedRegion
+from quartet.weight_transfer.shared_memory import SEALS, SIZE_SEALS, MappedMemory, SharedRegion
 from quartet.weight_transfer.tensors import Bytes
 
 
@@ -168,11 +168,24 @@ def map_for_writing(region: SharedRegion) -> Bytes:
 
     Raises ServiceUnavailable if this process cannot open or map it, InvalidRequest if it is not a memfd of this size.
     """
+    return _map_once(region, mmap.ACCESS_WRITE)
+
+
+def map_copy_on_write(region: SharedRegion) -> Bytes:
+    """Map a region of another process: uint8 [num_bytes]. What is written to it stays in this process.
+
+    Raises ServiceUnavailable if this process cannot open or map it, InvalidRequest if it is not a sealed memfd of this size.
+    """
+    return _map_once(region, mmap.ACCESS_COPY)
+
+
+def _map_once(region: SharedRegion, access: int) -> Bytes:
+    writes = access == mmap.ACCESS_WRITE
     try:
-        fd = _open(region, os.O_RDWR)
+        fd = _open(region, os.O_RDWR if writes else os.O_RDONLY)
         try:
-            _check(region, fd, SIZE_SEALS)
-            return np.frombuffer(mmap.mmap(fd, region.num_bytes), np.uint8)
+            _check(region, fd, SIZE_SEALS if writes else SEALS)
+            return np.frombuffer(mmap.mmap(fd, region.num_bytes, access=access), np.uint8)
         finally:
             os.close(fd)
     except (OSError, ValueError, OverflowError) as error:
@@ -210,7 +223,8 @@ def _key(region: SharedRegion, descriptors: Mapping[int, int]) -> tuple[int, int
 
 def _map(region: SharedRegion, fd: int) -> Bytes:
     """Map a region. Raises OSError, ValueError."""
-    memory = mmap.mmap(fd, region.num_bytes, prot=mmap.PROT_READ)
+    memory = MappedMemory(fd, region.num_bytes, access=mmap.ACCESS_READ)
+    memory.fd = os.dup(fd)
     # A process that this one forks must not keep the memory.
     memory.madvise(mmap.MADV_DONTFORK)
     return np.frombuffer(memory, np.uint8)

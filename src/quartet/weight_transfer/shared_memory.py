@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import structlog
@@ -47,6 +48,16 @@ class SharedRegion:
     socket: str = ""
 
 
+class MappedMemory(mmap.mmap):
+    """Mapped memory with its descriptor, which other processes find in /proc. It is closed with the last array in the memory."""
+
+    fd = -1
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
 class Memory:
     """Memory of one tensor. When it is garbage, it goes back to its region.
 
@@ -69,11 +80,16 @@ class Region:
 
     def __init__(self, num_bytes: int, seals: bool = True) -> None:
         """``seals``: see ``seal``. Raises OSError if the system refuses sealed memory."""
-        self.fd = -1
         self.fd = os.memfd_create("quartet-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, num_bytes)
-        self.data: Bytes = np.frombuffer(mmap.mmap(self.fd, num_bytes), np.uint8)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS if seals else SIZE_SEALS)
+        try:
+            os.ftruncate(self.fd, num_bytes)
+            mapping = MappedMemory(self.fd, num_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS if seals else SIZE_SEALS)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        mapping.fd = self.fd
+        self.data: Bytes = np.frombuffer(mapping, np.uint8)
         self.is_sealed = seals
         self.used = 0
         self.free: dict[int, list[int]] = {}
@@ -98,10 +114,6 @@ class Region:
 
     def _memory(self, offset: int, num_bytes: int) -> Memory:
         return Memory(self.data[offset : offset + num_bytes], self, offset)
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
 
 
 class Allocator:
@@ -164,3 +176,17 @@ def _boot() -> str:
     except (AttributeError, OSError) as error:  # No memfd: not Linux, an old kernel, or a sandbox that refuses it.
         log.info("weights are not shared between processes", reason=str(error))
         return ""
+
+
+def region_of(data: Bytes) -> tuple[SharedRegion, int] | None:
+    """Return where processes of the same namespace find the memory of ``data``: a region of this process, and the offset there.
+
+    It is there as long as ``data``. None for private memory.
+    """
+    root: Any = data
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    owner = root.base.obj if isinstance(root.base, memoryview) else root.base
+    if not isinstance(owner, MappedMemory):
+        return None
+    return SharedRegion(os.getpid(), owner.fd, len(owner)), data.ctypes.data - root.ctypes.data

@@ -10,15 +10,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from quartet.errors import InvalidRequest, ServiceUnavailable
 from quartet.weight_transfer import mapped_regions
 from quartet.weight_transfer.descriptors import SharedDirectory
-from quartet.weight_transfer.mapped_regions import MappedRegions
+from quartet.weight_transfer.mapped_regions import MappedRegions, map_copy_on_write
 from quartet.weight_transfer.messages import WeightsRequest
 from quartet.weight_transfer.receiver import WeightMirror
-from quartet.weight_transfer.shared_memory import Region, SharedRegion, machine
+from quartet.weight_transfer.shared_memory import Allocator, Region, SharedRegion, machine, region_of
 from quartet.weight_transfer.source import WeightSource
 from tests.unit.weight_transfer.samples import RUN, assert_equal, history, mapped, opened, pull, weights
 from tests.waiting import wait_until
@@ -204,3 +205,53 @@ def test_a_socket_without_the_directory_is_no_way(tmp_path: Path) -> None:
         MappedRegions(SharedDirectory(tmp_path)).map([replace(regions[0], fd=2**20)])
     stream.close()
     source.close()
+
+
+@pytest.mark.parametrize("way", ["proc", "socket"])
+def test_mapped_memory_can_be_mapped_by_a_further_process_as_long_as_it_is_used(way: str, tmp_path: Path) -> None:
+    regions = MappedRegions(SharedDirectory(tmp_path))
+    with publisher(*([str(tmp_path)] if way == "socket" else [])) as (process, region, _):
+        (held,) = regions.map([region])
+        place = region_of(held[100:200][10:])
+        assert place is not None
+        assert (place[0].pid, place[0].num_bytes, place[0].socket, place[1]) == (os.getpid(), region.num_bytes, "", 110)
+        process.kill()
+        process.wait()
+        code = (
+            "import sys; from quartet.weight_transfer import mapped_regions, shared_memory;"
+            "print(mapped_regions.map_copy_on_write(shared_memory.SharedRegion(*map(int, sys.argv[1:]))).tobytes().hex())"
+        )
+        arguments = [sys.executable, "-c", code, *map(str, (place[0].pid, place[0].fd, place[0].num_bytes))]
+        other = subprocess.run(arguments, capture_output=True, text=True, check=True)
+        assert bytes.fromhex(other.stdout) == held.tobytes()
+        regions.clear()
+        del held
+        with pytest.raises(ServiceUnavailable):
+            map_copy_on_write(place[0])
+
+
+def test_memory_of_this_process_is_found_as_long_as_it_is_used() -> None:
+    (memory,) = Allocator().allocate([1000])
+    memory.data[:] = np.arange(1000) % 251
+    data, offset = memory.data[100:200][10:], memory.offset + 110
+    del memory
+    place = region_of(data)
+    assert place is not None
+    assert place[1] == offset
+    assert (map_copy_on_write(place[0])[offset : offset + 90] == data).all()
+    del data
+    with pytest.raises(ServiceUnavailable):
+        map_copy_on_write(place[0])
+    assert region_of(np.zeros(10, np.uint8)) is None
+
+
+def test_what_is_written_to_a_copy_on_write_stays_there() -> None:
+    (memory,) = Allocator().allocate([1000])
+    memory.data[:] = 1
+    place = region_of(memory.data)
+    assert place is not None
+    held = map_copy_on_write(place[0])
+    held[memory.offset] = 2
+    assert (held[memory.offset], memory.data[0]) == (2, 1)
+    memory.data[10] = 3
+    assert map_copy_on_write(place[0])[memory.offset + 10] == 3
