@@ -116,7 +116,7 @@ class WeightSource(WeightStore):
 
         The source takes up to WINDOW_BYTES of ``tensors`` at a time, so they may be made one after the other. ``run``: name of
         the run, empty before the first update. If names, types or shapes differ from the version before, all earlier versions
-        are forgotten. Publishing the newest version again with the same weights adds no version, but may forget the oldest one.
+        are forgotten. Publishing the newest version again with the same weights changes nothing.
         The caller must not change the weights during the call. Raises InvalidRequest for a tensor whose bytes do not fit its
         shape, OutOfMemory if there is no memory for a copy. After an error, the source has no versions.
         """
@@ -155,8 +155,10 @@ class WeightSource(WeightStore):
             with self._state:
                 if self._run not in ("", run):
                     self._retire(0)
-                self._retire(self._capacity - 1)
                 previous = self._versions[-1] if self._versions else None
+                if previous is None or previous.number != version:
+                    self._retire(self._capacity - 1)
+                # Otherwise the weights are probably the same, and need no memory.
                 digests = previous.digests if previous else ()
                 before = {
                     layout.name: _Tensor(layout, memory, digest)
@@ -179,6 +181,7 @@ class WeightSource(WeightStore):
                     self._retire(0)
                 elif published == previous:
                     return published.digest
+                self._retire(self._capacity - 1)
                 used = set(memories)
                 self._spares = {name: each for name, each in self._spares.items() if name in after and each not in used}
                 self.last = PublishedWeights(
@@ -415,9 +418,16 @@ class WeightSource(WeightStore):
         return {tensor.layout.name: tensor for tensor in tensors}
 
     def _place(self, tensors: Sequence[_Tensor]) -> None:
-        """Give new memory to the tensors."""
-        memories = self._allocator.allocate([tensor.layout.num_bytes for tensor in tensors])
-        for tensor, memory in zip(tensors, memories, strict=True):
+        """Give memory to the tensors: that of the oldest version if there is another one, or new memory."""
+        if not tensors:
+            return
+        with self._state:
+            self._retire(self._capacity - 1)
+            for tensor in tensors:
+                tensor.memory = self._spare(tensor.layout)
+        missing = [tensor for tensor in tensors if tensor.memory is None]
+        memories = self._allocator.allocate([tensor.layout.num_bytes for tensor in missing])
+        for tensor, memory in zip(missing, memories, strict=True):
             tensor.memory = memory
 
     def _hash(self, tensors: Sequence[tuple[_Tensor, HostTensor]]) -> None:

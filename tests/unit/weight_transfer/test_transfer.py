@@ -143,6 +143,26 @@ def test_publishing_the_same_weights_again_changes_nothing(source: WeightSource)
     assert source.last.changed_tensors == 0
 
 
+def test_a_full_window_is_kept_if_its_newest_version_is_published_again(
+    source: WeightSource, mirror: WeightMirror
+) -> None:
+    versions = history(5)
+    for number, tensors in enumerate(versions[:4]):
+        source.publish(number, tensors.items(), run=RUN)
+    assert source.versions == (1, 2, 3)
+    used = sum(region.used for region in source._allocator.regions)
+    source.publish(3, versions[3].items(), run=RUN)
+    assert source.versions == (1, 2, 3)
+    for number in (1, 2, 3):
+        assert_equal(pull(mirror, source, number, versions[number]).weight_set, versions[number])
+    # Other weights under its number take the place of the oldest version.
+    source.publish(3, versions[4].items(), run=RUN)
+    assert source.versions == (2, 3, 3)
+    assert sum(region.used for region in source._allocator.regions) == used
+    for number, tensors in ((2, versions[2]), (3, versions[4]), (3, versions[3])):
+        assert_equal(pull(mirror, source, number, tensors).weight_set, tensors)
+
+
 def test_a_tensor_that_changed_and_changed_back_is_not_sent(source: WeightSource, mirror: WeightMirror) -> None:
     before = weights()
     between = changed(before, 1, 0.1, "model.proj.weight")
