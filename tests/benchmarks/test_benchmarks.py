@@ -18,6 +18,7 @@ from benchmarks import (
     buffer,
     durability,
     end_to_end,
+    exposed_weights,
     gae,
     generation,
     growth,
@@ -246,6 +247,27 @@ def test_the_weights_table_counts_all_weights_and_shows_every_tree() -> None:
     assert "| BF16, delta | 1e-06 | 3.1% | 2.00 | 0.040 | 2.0% | 2.00 | 4.00 | **0.50** |" in text
     assert "| generators | kind | actor only | fan-out 1 | fan-out 3 |" in text
     assert "| at most 20 MB/s | 64 | full | 8.00 | 4.00 | 2.00 |" in text
+
+
+def test_the_seconds_that_a_step_waits_for_weights_are_those_after_the_warm_up() -> None:
+    metrics = [
+        {
+            "step": step,
+            "seconds": 2.0 if step > exposed_weights.WARM_UP else 99.0,
+            "weight_update_seconds": 0.02,
+            "weights_exposed_seconds": 0.01 * (step > exposed_weights.WARM_UP),
+        }
+        for step in range(1, 9)
+    ]
+    timeline = [
+        {"step": step, "spans": [{"phase": "publish", "start": 1.0, "end": 1.0 + (9 if step < 4 else 0.005)}]}
+        for step in range(1, 9)
+    ]
+    result = exposed_weights.exposed_of("gRPC", metrics, timeline)
+    assert result.share == pytest.approx(0.005)
+    assert result.publish == pytest.approx(0.005)
+    text = exposed_weights.table([result, result], 8, "a machine")
+    assert "| gRPC | 2 | 2.00 | 5.0 | 20.0 | 10.0 | **0.5%** (0.5% to 0.5%) |" in text
 
 
 def test_the_buffer_rate_is_measured_from_the_first_append_to_the_last_read() -> None:

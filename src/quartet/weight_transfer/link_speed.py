@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIN_MEASURED_BYTES = 2**24
+MIN_MEASURED_BYTES = 2**21
 """Size of the weights from which on transfers are measured. Smaller ones take no time worth a choice."""
 REPEAT = 16
 """One of so many transfers is of the slower kind, because sizes of deltas and loads of machines change."""
