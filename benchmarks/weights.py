@@ -304,13 +304,14 @@ def obey(target: Any, first: Any) -> int:
 class Remote:
     """A server process. ``first``: the value that it prints at its start."""
 
-    def __init__(self, stack: ExitStack, *options: str, module: str = "benchmarks.weights") -> None:
+    def __init__(self, stack: ExitStack, *options: str, module: str = "benchmarks.weights", waits: bool = True) -> None:
+        """``waits``: receive ``first``. Otherwise it is None, and the next ``receive`` returns it."""
         command = tied_to_parent([sys.executable, "-m", module, "serve", *options])
         self._process = stack.enter_context(
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
         stack.callback(self._process.terminate)
-        self.first: Any = self.receive()
+        self.first: Any = self.receive() if waits else None
 
     def call(self, name: str, *values: Any) -> Any:
         """Run a command and return its result."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from quartet.contract.weights import TransferWay
 from quartet.demo.toy_task import ToyTask, make_toy_task
 from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE
 from tests.chaos.cases import (
@@ -68,13 +69,13 @@ class ChaosSetup:
         greedy_baselines: bool = False,
         fresh: bool = False,
         generators: int = 0,
-        share_weights: bool = True,
+        way: TransferWay = "shared memory",
     ) -> None:
         """``stale``: train one step off-policy. ``ranks``: processes of actor and of critic. ``turns``: with an environment.
 
         ``dynamic_sampling``: groups of two responses, with a reward function that scores some of them alike.
         ``greedy_baselines``: estimator remax. ``fresh``: start commands as users do, without forks of the tests. ``generators``:
-        processes that generate instead of the actor, and may be killed any number of times; ``share_weights`` as in the config.
+        processes that generate instead of the actor, and may be killed any number of times; ``way``: how they get weights.
         """
         self.folder, self.fresh = folder.absolute(), fresh
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +107,12 @@ class ChaosSetup:
             },
         }
         if generators:
-            tree["rollout"] |= {"generators": generators, "share_weights": share_weights}
+            group = "gloo" if way == "process group" else "none"
+            tree["rollout"] |= {
+                "generators": generators,
+                "share_weights": way == "shared memory",
+                "process_group": group,
+            }
             tree["recovery"] |= {"max_restarts": 1000}
             tree["services"]["generator"] = {"num_threads": 1}
         if turns:
