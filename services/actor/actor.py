@@ -197,7 +197,9 @@ class Actor(TrainableModel):
         tensors = complete_tensors(named_weights(self._model, self._adapter), self._workers)
         if self._source is not None:
             on_host = ((name, host_tensor(value)) for name, value in tensors)
-            self._source.publish(version, on_host, adapter_settings(self._adapter), run)
+            # A copy from a device does not use the processor, which hashes meanwhile. Only this thread takes part in a group.
+            ahead = self._device != "cpu" and self._workers.size == 1
+            self._source.publish(version, on_host, adapter_settings(self._adapter), run, ahead)
         elif self._generator is not None:
             self._last_copy = None
             self._last_copy = self._generator.copy(version, tensors)

@@ -1,7 +1,7 @@
 """vLLM in the generator's process: its AsyncLLM, from prompt token ids, with the policy's weights and log-probs.
 
 vLLM runs in separate processes, one for each GPU. They map the memory that new weights are in, through a backend of vLLM's own
-weight transfer; an adapter is one LoRA request per policy version. Nothing is pickled by Quartet, and vLLM's insecure
+weight transfer; an adapter replaces the one before. Nothing is pickled by Quartet, and vLLM's insecure
 serialization stays off. ``vllm_weights`` has the weights, ``vllm_process`` the calls, and ``vllm_transfer`` and ``vllm_worker``
 the part that runs in vLLM's processes.
 """

@@ -23,7 +23,7 @@ from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, HostTen
 class VLLMWeights:
     """Policy versions in vLLM's processes: load, and read back.
 
-    vLLM's processes map the memory that new weights are in. An adapter is one LoRA request per policy version, with a file in
+    vLLM's processes map the memory that new weights are in. An adapter is a LoRA request with a file in
     ``folder``.
     """
 

@@ -42,6 +42,7 @@ from quartet.weight_transfer.tensors import (
     tensor_digests,
 )
 
+_Window = list[tuple[str, HostTensor]]
 WINDOW_BYTES = 2**30
 """Bytes of tensors that are hashed and copied together, so that several threads have work."""
 
@@ -111,17 +112,20 @@ class WeightSource(WeightStore):
         tensors: Iterable[tuple[str, HostTensor]],
         adapter: AdapterSettings | None = None,
         run: str = "",
+        ahead: bool = False,
     ) -> bytes:
         """Copy the weights of a version, by name in any order, and return their digest, 16 bytes.
 
-        The source takes up to WINDOW_BYTES of ``tensors`` at a time, so they may be made one after the other. ``run``: name of
-        the run, empty before the first update. If names, types or shapes differ from the version before, all earlier versions
-        are forgotten. Publishing the newest version again with the same weights changes nothing.
-        The caller must not change the weights during the call. Raises InvalidRequest for a tensor whose bytes do not fit its
-        shape, OutOfMemory if there is no memory for a copy. After an error, the source has no versions.
+        The source takes up to WINDOW_BYTES of ``tensors`` at a time, so they may be made one after the other; ``ahead``: on
+        another thread, while those before are hashed. ``run``: name of the run, empty before the first update. If names, types
+        or shapes differ from the version before, all earlier versions are forgotten. Publishing the newest version again with
+        the same weights changes nothing. The caller must not change the weights during the call. Raises InvalidRequest for a
+        tensor whose bytes do not fit its shape, OutOfMemory if there is no memory for a copy. After an error, the source has no
+        versions.
         """
         self._slices = {}
-        return self._publish(version, lambda before: self._take(tensors, before), adapter, run)
+        windows = _ahead(_windows(tensors, WINDOW_BYTES // 4)) if ahead else _windows(tensors, WINDOW_BYTES)
+        return self._publish(version, lambda before: self._take(windows, before), adapter, run)
 
     def publish_slices(
         self, version: int, slices: Sequence[TensorSlice], adapter: AdapterSettings | None = None, run: str = ""
@@ -345,10 +349,10 @@ class WeightSource(WeightStore):
                         self._deltas[pair] = chunks
         return chunks
 
-    def _take(self, tensors: Iterable[tuple[str, HostTensor]], before: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
+    def _take(self, windows: Iterable[_Window], before: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
         """Copy the tensors that differ from those ``before``, and return all."""
         after: dict[str, _Tensor] = {}
-        for window in _windows(tensors):
+        for window in windows:
             taken = []
             for name, tensor in window:
                 layout, old = _checked_layout(name, tensor), before.get(name)
@@ -457,14 +461,23 @@ def _checked_layout(name: str, tensor: HostTensor) -> TensorLayout:
     return layout
 
 
-def _windows(tensors: Iterable[tuple[str, HostTensor]]) -> Iterator[list[tuple[str, HostTensor]]]:
-    """Yield lists of tensors, each of WINDOW_BYTES or the tensor that goes beyond them. The caller clears each list."""
-    window: list[tuple[str, HostTensor]] = []
+def _ahead(windows: Iterator[_Window]) -> Iterator[_Window]:
+    """Yield windows. The next one is made on another thread while the caller works on one."""
+    with ThreadPoolExecutor(1, thread_name_prefix="weights ahead") as pool:
+        following = pool.submit(next, windows, None)
+        while (window := following.result()) is not None:
+            following = pool.submit(next, windows, None)
+            yield window
+
+
+def _windows(tensors: Iterable[tuple[str, HostTensor]], window_bytes: int) -> Iterator[_Window]:
+    """Yield lists of tensors, each of these bytes or the tensor that goes beyond them. The caller clears each list."""
+    window: _Window = []
     size = 0
     for name, tensor in tensors:
         window.append((name, tensor))
         size += tensor.data.nbytes
-        if size >= WINDOW_BYTES:
+        if size >= window_bytes:
             del tensor
             yield window
             window, size = [], 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ from tests.unit.weight_transfer.samples import (
     tensor,
     weights,
 )
+from tests.waiting import LIMIT
 
 
 def test_a_mirror_takes_everything_then_deltas(source: WeightSource, mirror: WeightMirror) -> None:
@@ -336,8 +338,9 @@ def test_messages_are_small_and_share_small_tensors(source: WeightSource) -> Non
     assert combined_digest(dict(zip(names, manifest.digests, strict=True))) == manifest.digest
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 def test_a_source_holds_few_of_the_tensors_that_it_is_given(
-    source: WeightSource, monkeypatch: pytest.MonkeyPatch
+    source: WeightSource, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     monkeypatch.setattr("quartet.weight_transfer.source.WINDOW_BYTES", 3000)
     alive: list[weakref.ref[Any]] = []
@@ -353,8 +356,40 @@ def test_a_source_holds_few_of_the_tensors_that_it_is_given(
             del each
 
     for version in range(2):
-        source.publish(version, made(), run=RUN)
+        source.publish(version, made(), run=RUN, ahead=ahead)
     assert most <= 3000 // 1000 + 1
+
+
+def test_tensors_are_made_ahead_while_those_before_are_hashed(
+    source: WeightSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quartet.weight_transfer.source.WINDOW_BYTES", 4000)
+    tensors = {f"t{index}": tensor((250,), index, "F32") for index in range(5)}
+    made = [threading.Event() for _ in tensors]
+    hashed = source._hash
+
+    def making() -> Iterator[tuple[str, HostTensor]]:
+        for event, item in zip(made, tensors.items(), strict=True):
+            event.set()
+            yield item
+
+    def hashing(parts: Any) -> None:
+        for target, _ in parts:
+            assert made[min(int(target.layout.name[1:]) + 1, 4)].wait(LIMIT)
+        hashed(parts)
+
+    monkeypatch.setattr(source, "_hash", hashing)
+    assert source.publish(0, making(), run=RUN, ahead=True) == digest(tensors)
+
+
+def test_an_error_while_tensors_are_made_ahead_leaves_no_version(source: WeightSource) -> None:
+    def failing() -> Iterator[tuple[str, HostTensor]]:
+        yield "t0", tensor((250,), 0, "F32")
+        raise RuntimeError("the device is lost")
+
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        source.publish(0, failing(), run=RUN, ahead=True)
+    assert source.versions == ()
 
 
 def test_a_version_of_the_window_can_be_read_while_newer_ones_are_published(source: WeightSource) -> None:
