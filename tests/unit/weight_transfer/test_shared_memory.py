@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -234,6 +235,7 @@ def test_a_generator_that_maps_gives_its_copy_back(source: WeightSource, mirror:
 
 
 def test_nothing_is_left() -> None:
+    gc.collect()  # What earlier tests have left in cycles.
     before = opened(), mapped()
     source, mirror = WeightSource(num_threads=1), WeightMirror(num_threads=1)
     tensors = weights()

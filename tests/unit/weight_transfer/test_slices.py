@@ -166,6 +166,7 @@ def test_slices_that_leave_a_gap_or_overlap_are_refused(shift: tuple[int, int]) 
 
 
 def test_nothing_is_left() -> None:
+    gc.collect()  # What earlier tests have left in cycles.
     before = opened(), mapped()
     trainer = Trainer(3)
     trainer.publish(0, weights())
