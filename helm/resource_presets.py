@@ -172,5 +172,6 @@ def _workload(config: Config, work: RoleWork) -> Workload:
         mini_batches=algorithm.num_mini_batches,
         temperature=rollout.temperature,
         engine=rollout.engine,
-        off_policy=False,
+        off_policy=0,
+        process_group="none",
     )

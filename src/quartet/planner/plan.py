@@ -21,13 +21,21 @@ from quartet.planner.placement import (
     place,
     strategies,
 )
-from quartet.planner.roofline import Seconds, UpdateWork, decode_seconds, scoring_seconds, update_seconds
-from quartet.planner.workload import Workload, read_workload
+from quartet.planner.roofline import (
+    Seconds,
+    UpdateWork,
+    decode_seconds,
+    efficiency_of,
+    scoring_seconds,
+    update_seconds,
+)
+from quartet.planner.workload import RoleWork, Workload, read_workload
 
-WEIGHT_RATES = {"shared memory": 2.5e9, "gRPC": 1e9}
-"""Bytes/s from a trained policy to loaded generators, by the way that the weights take: publication, transfer and load together.
-On two cores, `python -m benchmarks weight_ways` measures 4.0 GB/s by shared memory for one generator and 2.7 for two; over gRPC
-0.8 and 0.5, but there a delta of bfloat16 weights sends less than everything."""
+PUBLISH_RATE = 9.5e9
+"""Bytes/s at which an actor copies a version to the memory of its host and hashes it, on two cores."""
+WEIGHT_RATES = {"shared memory": 6.9e9, "gRPC": 1e9, "gloo": 1e9}
+"""Bytes/s from a published version to a generator that has loaded and hashed it, by way, on two cores. docs/plan.md has the
+sources."""
 GROUP_COST = 0.02
 """A further group of devices must shorten a step by this fraction. Plans with fewer groups are simpler to run."""
 PHASES = ("generation", "weights", "scoring", "update")
@@ -192,11 +200,7 @@ def _phases(cluster: Cluster, load: Workload, placed: Placed) -> list[Phase]:
         if each.role is Role.GENERATOR or (each.role is Role.ACTOR and load.generates and not has_generators):
             phases.append(Phase("generation", each.name, _generation(cluster, load, placed, each), devices))
         if each.role is Role.GENERATOR:
-            size = (
-                FLOAT32_BYTES * each.work.trained if each.work.is_lora else each.work.parameters * each.work.dtype_bytes
-            )
-            way = "shared memory" if cluster.nodes == 1 else "gRPC"
-            phases.append(Phase("weights", each.name, Seconds(size / WEIGHT_RATES[way], way), devices))
+            phases.append(Phase("weights", each.name, _weights(cluster, load, each.work), devices))
         if each.role in (Role.CRITIC, Role.REWARD, Role.REFERENCE) or (
             each.role is Role.ACTOR and each.work.is_lora and not has_reference
         ):
@@ -204,6 +208,17 @@ def _phases(cluster: Cluster, load: Workload, placed: Placed) -> list[Phase]:
         if each.role in TRAINED_ROLES:
             phases.append(Phase("update", each.name, update(cluster, load, each), devices))
     return sorted(phases, key=lambda phase: PHASES.index(phase.name))
+
+
+def _weights(cluster: Cluster, load: Workload, work: RoleWork) -> Seconds:
+    """Return the time from a trained policy to loaded generators, those on another node than the actor if there are any."""
+    size = FLOAT32_BYTES * work.trained if work.is_lora else work.parameters * work.dtype_bytes
+    way = "shared memory" if cluster.nodes == 1 else "gRPC" if load.process_group == "none" else load.process_group
+    transfer = size / WEIGHT_RATES["shared memory" if way == "nccl" else way]
+    if way == "nccl":
+        # To a GPU of the generator, and from there to its host.
+        transfer += size / (cluster.link(cluster.total) * efficiency_of(cluster.device).link)
+    return Seconds(size / PUBLISH_RATE + transfer, way)
 
 
 def _generation(cluster: Cluster, load: Workload, placed: Placed, each: Placement) -> Seconds:

@@ -71,6 +71,7 @@ class Workload:
     temperature: float
     engine: str
     off_policy: int
+    process_group: str
     remote: tuple[str, ...] = ()
 
     @property
@@ -138,6 +139,7 @@ def read_workload(
         temperature=config.rollout.temperature,
         engine=config.rollout.engine,
         off_policy=config.rollout.max_off_policy_steps,
+        process_group=config.rollout.process_group,
         remote=tuple(dict.fromkeys(remote)),
     )
 

@@ -388,6 +388,18 @@ def test_the_plans_on_the_page_are_those_of_the_command() -> None:
         assert [line.rstrip() for line in printed.splitlines()] == expected.splitlines(), command
 
 
+@pytest.mark.parametrize(
+    ("way", "seconds"), [("none", 141.1 / 9.5 + 141.1 / 1.0), ("nccl", 141.1 / 9.5 + 141.1 / 40 + 141.1 / 6.9)]
+)
+def test_weights_for_another_node_take_the_way_of_the_config(way: str, seconds: float) -> None:
+    settings = (f"rollout.process_group={way}", "services.actor.devices=[0]", "services.generator.devices=[0]")
+    overrides = [part for setting in settings for part in ("--set", setting)]
+    printed = run(str(EXAMPLES / "llama-3.1-70b.yaml"), *overrides, "--gpus", "8xH100-80GB", "--nodes", "2")
+    [line] = [line.split() for line in printed.splitlines() if line.startswith(" weights ")]
+    assert line[3:] == ["gRPC" if way == "none" else way]
+    assert float(line[2]) == pytest.approx(seconds, rel=2e-3)
+
+
 def test_a_hybrid_model_has_a_plan_with_the_state_of_a_sequence(make_config: Any, tmp_path: Path) -> None:
     (tmp_path / "lfm2").mkdir()
     kinds = {
