@@ -238,6 +238,8 @@ class Meeting:
     def __init__(self, settings: GroupSettings, host: str) -> None:
         """Listen on a free port of the interface towards ``host``, that of the trainer. Raises OSError, ServiceUnavailable."""
         self._settings = settings
+        # The import of torch takes longer than the ranks may wait.
+        _store_class()
         own = address_towards(host)
         family = socket.AF_INET6 if ":" in own else socket.AF_INET
         self._listener = socket.create_server((own, 0), family=family, backlog=128)

@@ -258,7 +258,7 @@ class WeightMirror(LinkedStore):
         if self._group is not None and grouped:
             try:
                 meeting = Meeting(self._group, source.host)
-            except (OSError, QuartetError) as error:
+            except (OSError, ImportError, QuartetError) as error:
                 raise GroupFailed(first_line(error)) from None
             with closing(meeting):
                 return self._receive(source, replace(request, group=meeting.group), deadline, start, meeting)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -159,8 +161,20 @@ def test_bits_that_flip_on_the_way_are_refused_by_name_100_times_of_100(
     assert refused == 100
 
 
+@pytest.mark.parametrize(
+    ("stops", "reason"),
+    [
+        ("before it comes", "rank 1 did not come: timed out"),
+        ("when it has come", r"rank 1: .*Timed out waiting 1000ms for recv"),
+        ("dies", "rank 1: .*(closed by peer|reset by peer|has ended)"),
+    ],
+)
 def test_a_rank_that_sends_nothing_ends_the_group_in_time_and_the_next_pull_has_a_new_one(
-    make_trainer: Callable[..., Trainer], make_mirror: Callable[..., WeightMirror], monkeypatch: pytest.MonkeyPatch
+    stops: str,
+    reason: str,
+    make_trainer: Callable[..., Trainer],
+    make_mirror: Callable[..., WeightMirror],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer, mirror, versions = make_trainer(2, QUICK), make_mirror(QUICK), history(2)
     silent = threading.Event()
@@ -168,6 +182,12 @@ def test_a_rank_that_sends_nothing_ends_the_group_in_time_and_the_next_pull_has_
     def hang(settings: GroupSettings, group: Any, rank: int, parts: Sequence[Bytes]) -> None:
         if rank == 1 and not silent.is_set():
             silent.set()
+            if stops != "before it comes":
+                connection = socket.create_connection((group.host, group.port))
+                connection.sendall(process_group._HELLO.pack(group.name.encode(), rank))
+                member = process_group._Member(settings, connection, process_group.TRAINER)
+                time.sleep(0.0 if stops == "dies" else 2 * settings.timeout)
+                member.close()
             return
         send_slices(settings, group, rank, parts)
 
@@ -177,7 +197,7 @@ def test_a_rank_that_sends_nothing_ends_the_group_in_time_and_the_next_pull_has_
     result, reasons = logged(lambda: pull(mirror, trainer.source, 0, versions[0]))
     assert time.monotonic() - start < 10 * QUICK.timeout
     assert (result.way, len(reasons)) == ("full", 1)
-    assert reasons == ["actor at local: process group: rank 1 did not come: timed out"]
+    assert re.match(f"actor at local: process group: {reason}", reasons[0]), reasons
     assert_equal(result.weight_set, versions[0])
     trainer.publish(1, versions[1], RUN)
     assert pull(mirror, trainer.source, 1, versions[1]).way == "process group"
