@@ -50,6 +50,23 @@ def test_a_group_that_loses_a_rank_is_restarted_and_ends_bit_identically(
     assert weights(run.directory) == weights(group_run.directory)
 
 
+@pytest.mark.parametrize("way", [pytest.param("shared memory", marks=pytest.mark.slow), "process group"])
+def test_generators_get_the_policy_of_a_group_from_all_ranks(
+    start: Start, config: Path, few_processes: list[str], group_run: Run, tmp_path: Path, way: str
+) -> None:
+    ways = {
+        "shared memory": settings("rollout.share_weights=true"),
+        "process group": settings("rollout.share_weights=false", "rollout.process_group=gloo"),
+    }
+    generators = settings("rollout.generators=2", "services.generator.num_threads=1", *ways[way][1::2])
+    result = start("train", config, *few_processes, *GROUPS, *generators).wait()
+    assert (result.code, result.err, result.leftovers) == (0, "", []), result
+    run = Run(result, tmp_path / "runs" / "tiny")
+    assert weights(run.directory) == weights(group_run.directory)
+    logs = [path.read_text() for path in (run.directory / "logs").glob("generator*.log")]
+    assert [set(re.findall("event='weights loaded'.* way='(.*)'", log)) for log in logs] == [{way}, {way}]
+
+
 def checkpoint_files(run: Run) -> dict[str, bytes]:
     """Return the models in the checkpoints of a run."""
     checkpoints = run.directory / "checkpoints"
