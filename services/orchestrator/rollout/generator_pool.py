@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextvars import Context, copy_context
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import structlog
 
@@ -38,7 +38,7 @@ from quartet.rpc.clients import ActorClient, GenerationClient
 from quartet.rpc.replica_set import ReplicaSet
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories, RepeatabilityNotes, published_digest
-from quartet.services.orchestrator.rollout.generator_work import Attempt, RemoteGenerator, Work
+from quartet.services.orchestrator.rollout.generator_work import Attempt, RemoteGenerator, Work, transfer_metrics
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
 from quartet.weight_transfer.tree import FAN_OUT, distribution_tree
 
@@ -155,19 +155,7 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
             self._transfers = [each for each in self._transfers if each.policy_version > policy_version]
             ready = len(self._ready())
             changes, self._changes = self._changes, 0
-        return {
-            "generators": ready,
-            "weights_changed": changes,
-            "weight_update_bytes": sum(each.bytes for each in transfers),
-            "weight_update_seconds": max(
-                (each.transfer_seconds + each.load_seconds for each in transfers), default=0.0
-            ),
-            **{
-                f"weight_transfers_{way.replace(' ', '_')}": sum(each.way == way for each in transfers)
-                for way in get_args(TransferWay)
-                if way != "held"
-            },
-        }
+        return {"generators": ready, "weights_changed": changes, **transfer_metrics(transfers)}
 
     def leader_epochs(self) -> list[int]:
         return [status.leader_epoch for status in self.statuses().values()]
@@ -454,7 +442,8 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
                 if work is not None and not each.done() and each.batch.leader_epoch <= work.batch.leader_epoch:
                     self._end(each, error)
             return
-        generator.failures += 1
+        # An idle generator repeats a failed update with its next work, and that counts.
+        generator.failures += work is not None
         if isinstance(error, MismatchError) or generator.changes > MAX_CHANGES:
             self._exclude(generator, str(error))
             return

@@ -8,12 +8,12 @@ from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from quartet.contract.generation import GenerationBatch, GenerationRequest
 from quartet.contract.status import GeneratorInfo, GeneratorState
 from quartet.contract.trajectory import Trajectory, TrajectoryId
-from quartet.contract.weights import WeightTransfer
+from quartet.contract.weights import TransferWay, WeightTransfer
 from quartet.contract.work_split import by_expected_length, split_by_rule, take_by_load
 from quartet.errors import QuartetError
 from quartet.rpc.clients import GenerationClient
@@ -207,3 +207,14 @@ class Work:
     def reopen(self) -> None:
         """Continue after the end."""
         self._ended.clear()
+
+
+def transfer_metrics(transfers: Sequence[WeightTransfer]) -> dict[str, float]:
+    """Return the bytes, the longest duration and the ways of transfers, named as in metrics.jsonl."""
+    seconds = [each.transfer_seconds + each.load_seconds for each in transfers]
+    ways = [way for way in get_args(TransferWay) if way != "held"]
+    return {
+        "weight_update_bytes": sum(each.bytes for each in transfers),
+        "weight_update_seconds": max(seconds, default=0.0),
+        **{f"weight_transfers_{way.replace(' ', '_')}": sum(each.way == way for each in transfers) for way in ways},
+    }

@@ -264,8 +264,8 @@ class RolloutConfig(Section):
     must report log-probs: vllm, vllm-server and tensorrt-llm need top_p 1, top_k 0 and min_p 0."""
     in_flight_updates: bool = False
     """Give generators each new policy in the middle of their responses, instead of at the next step. Needs max_off_policy_steps
-    and engine vllm, or sglang-server without an adapter. Timing decides which policy generates a token, so such a run does not
-    repeat bit-identically."""
+    and generators with engine torch or vllm, or with sglang-server without an adapter. Timing decides which policy generates a
+    token, so such a run does not repeat bit-identically."""
     share_weights: bool = True
     """Let generators on the actor's machine read each new policy from its memory. Elsewhere, and with false, it is sent."""
     share_directory: Path | None = None

@@ -269,11 +269,12 @@ def test_off_policy_steps_need_an_engine_with_separate_weights_and_a_correction(
     ("engine", "rollout", "lora", "word"),
     [
         (
-            "torch",
+            "tensorrt-llm",
             {},
             None,
-            "in_flight_updates: engine torch takes new weights between generations only; set engine vllm or sglang-server",
+            "engine tensorrt-llm takes new weights between generations only; set engine torch, vllm or sglang-server",
         ),
+        ("torch", {"generators": 0}, None, r"the actor's own engine takes .* only; set rollout\.generators"),
         (
             "vllm",
             {"max_off_policy_steps": 0},
@@ -293,7 +294,8 @@ def test_in_flight_updates_need_an_engine_that_takes_them_and_off_policy_steps(
     engine: str, rollout: dict[str, Any], lora: Any, word: str
 ) -> None:
     needed = {"in_flight_updates": True, "max_off_policy_steps": 1, "generators": 1}
-    assert config("vllm", rollout=needed, lora=lora).rollout.in_flight_updates
+    for name in ("torch", "vllm"):
+        assert config(name, rollout=needed, lora=lora).rollout.in_flight_updates
     with pytest.raises(ConfigError, match=word):
         config(engine, lora=lora, rollout={**needed, **rollout})
 

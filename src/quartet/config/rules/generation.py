@@ -163,10 +163,15 @@ def check_in_flight_updates(config: ConfigTree) -> None:
     if not config.rollout.in_flight_updates:
         return
     setting, vllm = "rollout.in_flight_updates", config.rollout.vllm
-    if config.rollout.engine not in ("vllm", "sglang-server"):
+    if config.rollout.engine not in ("torch", "vllm", "sglang-server"):
         raise ValueError(
-            f"{setting}: engine {config.rollout.engine} takes new weights between generations only; set engine vllm or "
+            f"{setting}: engine {config.rollout.engine} takes new weights between generations only; set engine torch, vllm or "
             "sglang-server, or in_flight_updates false"
+        )
+    if not config.has_generators:
+        raise ValueError(
+            f"{setting}: the actor's own engine takes new weights between generations only; set rollout.generators, or "
+            "in_flight_updates false"
         )
     if not config.rollout.max_off_policy_steps:
         raise ValueError(

@@ -8,8 +8,11 @@ a trial.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ import structlog
 import torch
 
 from quartet.contract.generation import EngineProperties, GenerationRequest, SamplingParameters
-from quartet.contract.trajectory import Trajectory, TrajectoryId
+from quartet.contract.trajectory import Trajectory, TrajectoryId, VersionSpan
 from quartet.engines.engine import EngineResponse, ServedModel, TokenDecoder, TurnSource
 from quartet.engines.request_checks import check_requests, check_response
 from quartet.engines.stop_strings import StopStringCache
@@ -198,14 +201,30 @@ class TorchEngine:
         options = self._max_concurrent, self._static, self._stop_strings.of(sampling), turns
         slots = DecodeSlots(self._model, stop_ids, requests, sampling, seed, *options, cached=not self._uncached)
         self._generations += 1
-        number = self._generations
-        while slots.active:
-            if cancelled():
-                raise Cancelled("generation was cancelled by its caller")
-            self._check_current(self._static, number)
-            if not slots.receive():
-                continue
-            yield from slots.step()
+        number, steps = self._generations, 0
+        with self._decoding():
+            while slots.active:
+                if cancelled():
+                    raise Cancelled("generation was cancelled by its caller")
+                self._check_current(self._static, number)
+                if not slots.receive():
+                    continue
+                with self._step():
+                    finished = slots.step()
+                steps += 1
+                yield from (self._with_spans(response, steps) for response in finished)
+
+    def _decoding(self) -> AbstractContextManager[None]:
+        """Return a context around the steps of a generation."""
+        return nullcontext()
+
+    def _step(self) -> AbstractContextManager[None]:
+        """Return a context around one step, in which the weights do not change."""
+        return nullcontext()
+
+    def _with_spans(self, response: EngineResponse, steps: int) -> EngineResponse:
+        """Return a response that the last of ``steps`` has finished, with the weights of its parts if they have changed."""
+        return response
 
     def _merge(self) -> None:
         """Compute the merged weights again if they are not current."""
@@ -342,14 +361,49 @@ class DetachedTorchEngine(TorchEngine):
         """Own ``model`` from now on, with its ``adapter`` if it has one. ``merge_adapter``: decode with it merged."""
         model.requires_grad_(False)
         merged = adapter if merge_adapter else None
+        # An update waits for the end of a step, and the next step for the end of the update.
+        self._stepping, self._may_step = threading.Lock(), threading.Event()
+        self._may_step.set()
+        self._active, self._steps = False, 0
+        # The weights of a generation: the first step that they have computed, their version and digest.
+        self._changes: list[tuple[int, int, bytes]] = []
         super().__init__(model, stop_ids, max_concurrent_sequences, decode=decode, merged=merged)
         self._weights = named_weights(model, adapter)
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        with self._stepping:
+            self._active, self._steps = True, 0
+            self._changes = [(0, version, digest) for _, version, digest in self._changes[-1:]]
+        try:
+            yield
+        finally:
+            with self._stepping:
+                self._active = False
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        self._may_step.wait()
+        with self._stepping:
+            yield
+            self._steps += 1
+
+    def _with_spans(self, response: EngineResponse, steps: int) -> EngineResponse:
+        if len(self._changes) < 2:
+            return response
+        # Each step draws one token of each row.
+        begin, spans = steps - len(response.token_ids), []
+        for (first, version, digest), (end, *_) in pairwise([*self._changes, (steps, 0, b"")]):
+            if (tokens := min(end, steps) - max(first, begin)) > 0:
+                spans.append(VersionSpan(version, digest, tokens))
+        return replace(response, spans=tuple(spans))
 
     @torch.no_grad()
     def load_weights(self, weights: WeightSet, changed: Collection[str]) -> Mapping[str, bytes]:
         """Copy the changed tensors into the model. Return the digest of each of the model's weights.
 
-        Raises MismatchError if the weights are those of another architecture.
+        A generation on another thread waits between two tokens, and continues with its keys and values. Raises MismatchError if
+        the weights are those of another architecture.
         """
         different = weights.tensors.keys() ^ self._weights.keys()
         if different:
@@ -357,11 +411,20 @@ class DetachedTorchEngine(TorchEngine):
                 f"weights: {len(different)} names differ from those of this engine's model, the first {min(different)!r}; "
                 "start actor and generator with the same actor.model and actor.lora"
             )
-        self._is_current = False
+        self._may_step.clear()
         try:
-            return load_tensors(self._weights, weights.tensors, changed)
+            with self._stepping:
+                self._is_current = False
+                digests = load_tensors(self._weights, weights.tensors, changed)
+                before = self._changes if self._active else []
+                self._changes = [*before, (self._steps, weights.version, weights.digest)]
+                if self._active:
+                    self._merge()
+                return digests
         except ValueError as error:
             raise MismatchError(f"weights: {error}; start actor and generator with the same model") from None
+        finally:
+            self._may_step.set()
 
     @torch.no_grad()
     def held_digests(self, names: Collection[str]) -> Mapping[str, bytes]:
@@ -388,7 +451,7 @@ class DetachedTorchEngine(TorchEngine):
                 f"weights: {len(different)} differ from those of this engine's model, the first {min(different)!r}; restart the "
                 "actor"
             )
-        self._is_current = False
+        self._is_current, self._changes = False, []
         return digests
 
     def sleep(self, everything: bool = True) -> None:

@@ -10,5 +10,5 @@ SHARED = EngineProperties(
     "torch", seeded=True, batch_invariant=False, log_probs="whole", weights="shared", digest="none"
 )
 """Guarantees of an engine that decodes with the trained model itself. A trial decides whether it is batch-invariant."""
-DETACHED = replace(SHARED, weights="tensors", digest="read back")
+DETACHED = replace(SHARED, weights="tensors", digest="read back", in_flight_updates=True)
 """Guarantees of an engine with its own copy of the weights."""
