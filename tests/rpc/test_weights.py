@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import grpc
 import pytest
@@ -26,6 +27,7 @@ from quartet.weight_transfer.messages import (
     Chunk,
     Encoding,
     Manifest,
+    WeightGroup,
     WeightsRequest,
 )
 from quartet.weight_transfer.receiver import WeightMirror
@@ -379,3 +381,26 @@ def test_chunks_are_written_and_read_in_the_format_of_protobuf() -> None:
     wrong[wrong.index(b"\x0a", 1) + 1] ^= 1
     with pytest.raises(InvalidRequest):
         weights_from_bytes(bytes(wrong))
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [("ipv4:10.1.2.3:4567", "10.1.2.3"), ("ipv6:%5B2001:db8::1%5D:4567", "2001:db8::1"), ("unix:/run/weights", "")],
+)
+def test_ranks_connect_to_the_host_of_the_caller_only(peer: str, host: str) -> None:
+    seen: list[WeightsRequest] = []
+
+    class Store:
+        def wake(self) -> None: ...
+
+        def stream(self, request: WeightsRequest, cancelled: Any) -> Iterator[Any]:
+            seen.append(request)
+            yield from ()
+
+    message = weights_pb2.GetWeightsRequest(
+        run=RUN, group=weights_pb2.WeightGroup(backend="gloo", port=7, name="a" * 32)
+    )
+    context = MagicMock(peer=lambda: peer)
+    assert list(WeightServicer(Store()).GetWeights(message, context)) == []  # type: ignore[arg-type]
+    (request,) = seen
+    assert request.group == (WeightGroup("gloo", 7, "a" * 32, host) if host else None)

@@ -289,7 +289,9 @@ class WeightServicer:
         """Yield the manifest, then the chunks of the wanted version."""
         wanted = from_message(WeightsRequest, request)
         if wanted.group is not None:
-            wanted = replace(wanted, group=replace(wanted.group, host=peer_host(context.peer())))
+            # The ranks connect to nobody but the caller.
+            host = peer_host(context.peer())
+            wanted = replace(wanted, group=replace(wanted.group, host=host) if host else None)
         if not self._slots.acquire(blocking=False):
             raise ServiceBusy(f"weights: {self._max_streams} streams are open already; try another source, or later")
         with ExitStack() as slot:

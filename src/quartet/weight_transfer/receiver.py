@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -46,6 +46,8 @@ from quartet.weight_transfer.tensors import (
 
 log = structlog.get_logger()
 
+MAX_GROUP_FAILURES = 3
+"""Transfers through process groups that may fail in a row. Then something, such as a firewall, is in between."""
 FIRST_PAUSE, MAX_PAUSE = 0.05, 1.0
 """Seconds before busy sources are asked again. The pause doubles each time."""
 
@@ -108,6 +110,8 @@ class WeightMirror(LinkedStore):
         super().__init__(name, capacity, num_threads, shares, directory)
         self._max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._group = group
+        # Transfers from each source that have failed since the last one that has not.
+        self._group_failures = Counter[str]()
         self.speeds: defaultdict[str, LinkSpeed] = defaultdict(LinkSpeed)
         """What transfers over gRPC have taken, by the address of the source."""
         self._lease: Iterator[Message] | None = None
@@ -144,7 +148,8 @@ class WeightMirror(LinkedStore):
             for rounds in count(1):
                 busy = []
                 for source in remaining:
-                    shares, grouped = True, self._group is not None
+                    shares = True
+                    grouped = self._group is not None and self._group_failures[source.address] < MAX_GROUP_FAILURES
                     # By shared memory, through a process group, as a delta, as everything.
                     for _ in range(4):
                         speed = self.speeds[source.address]
@@ -178,9 +183,15 @@ class WeightMirror(LinkedStore):
                             shares = False
                         except GroupFailed as error:
                             grouped = False
+                            self._group_failures[source.address] += 1
                             reason = f"{source.address}: process group: {error}"
                             errors.append(ServiceUnavailable(reason))
-                            log.warning("weights are sent by gRPC, the process group has failed", reason=reason)
+                            last = self._group_failures[source.address] == MAX_GROUP_FAILURES
+                            log.warning(
+                                "weights are sent by gRPC, the process group has failed",
+                                reason=reason,
+                                **({"next": "gRPC only, until this generator is restarted"} if last else {}),
+                            )
                         except WrongWeights as error:
                             errors.append(ServiceFailed(str(error)))
                             if have is None:
@@ -286,6 +297,7 @@ class WeightMirror(LinkedStore):
                 received = self._receive_slices(manifest, meeting, request.run, deadline)
                 changed = frozenset(layout.name for layout in manifest.layouts)
                 way: TransferWay = "process group"
+                self._group_failures[source.address] = 0
             elif manifest.base_version is None:
                 received = self._receive_everything(manifest, stream, request.run)
                 changed = frozenset(layout.name for layout in manifest.layouts)

@@ -16,7 +16,7 @@ import pytest
 import structlog
 
 from quartet.errors import QuartetError
-from quartet.weight_transfer import process_group
+from quartet.weight_transfer import process_group, receiver
 from quartet.weight_transfer.messages import Manifest, RankSlices
 from quartet.weight_transfer.process_group import GroupSettings, Meeting, send_slices
 from quartet.weight_transfer.receiver import PulledWeights, WeightMirror
@@ -140,6 +140,7 @@ def test_bits_that_flip_on_the_way_are_refused_by_name_100_times_of_100(
         send_slices(settings, group, rank, copies)
 
     monkeypatch.setattr(process_group, "send_slices", damaged)
+    monkeypatch.setattr(receiver, "MAX_GROUP_FAILURES", 1000)
     refused = 0
     for _ in range(100):
         rank = int(random.integers(2))
@@ -201,6 +202,30 @@ def test_a_rank_that_sends_nothing_ends_the_group_in_time_and_the_next_pull_has_
     assert_equal(result.weight_set, versions[0])
     trainer.publish(1, versions[1], RUN)
     assert pull(mirror, trainer.source, 1, versions[1]).way == "process group"
+
+
+def test_after_failures_in_a_row_a_receiver_asks_for_no_group(
+    make_trainer: Callable[..., Trainer], make_mirror: Callable[..., WeightMirror], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, mirror, tensors = make_trainer(1), make_mirror(GroupSettings(timeout=0.05)), weights()
+    trainer.publish(0, tensors, RUN)
+    fails = True
+
+    def unreachable(settings: GroupSettings, group: Any, rank: int, parts: Sequence[Bytes]) -> None:
+        if not fails:
+            send_slices(settings, group, rank, parts)
+
+    monkeypatch.setattr(process_group, "send_slices", unreachable)
+    asked = []
+    for number in range(6):
+        # One success begins the count anew.
+        fails = number != 1
+        mirror._group = GROUP if number == 1 else GroupSettings(timeout=0.05)
+        peer = LocalPeer(trainer.source)
+        mirror.reset()
+        assert mirror.pull([peer], RUN, 0, digest(tensors), timeout=20).way == ("full" if fails else "process group")
+        asked.append(sum(request.group is not None for request in peer.requests))
+    assert asked == [1, 1, 1, 1, 1, 0]
 
 
 def test_a_receiver_that_has_gone_ends_only_its_own_transfer(
