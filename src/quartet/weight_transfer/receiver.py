@@ -20,10 +20,10 @@ from quartet.contract.weights import TransferWay
 from quartet.errors import InvalidRequest, NoResponse, QuartetError, ServiceBusy, ServiceFailed, ServiceUnavailable
 from quartet.system.machine import available_cores
 from quartet.weight_transfer.link_speed import MIN_MEASURED_BYTES, LinkSpeed
+from quartet.weight_transfer.manifest_checks import WrongWeights, check_slices, checked_manifest
 from quartet.weight_transfer.mapped_regions import MappedRegions, process_of
 from quartet.weight_transfer.messages import (
     CHUNK_BYTES,
-    MAX_LINKS,
     Chunk,
     Encoding,
     Manifest,
@@ -33,12 +33,11 @@ from quartet.weight_transfer.messages import (
 )
 from quartet.weight_transfer.process_group import GroupFailed, GroupSettings, Meeting, first_line
 from quartet.weight_transfer.shared_memory import Allocator
-from quartet.weight_transfer.store import Link, LinkedStore, Position, apply_differences, check_names, version_of
+from quartet.weight_transfer.store import Link, LinkedStore, Position, apply_differences, version_of
 from quartet.weight_transfer.tensors import (
     HostTensor,
     WeightSet,
     block_digests,
-    combined_digest,
     joined_digest,
     tensor_digest,
     tensor_digests,
@@ -285,7 +284,7 @@ class WeightMirror(LinkedStore):
     ) -> PulledWeights:
         stream = source.get_weights(request, deadline - time.monotonic())
         try:
-            manifest = self._manifest_of(stream, request)
+            manifest = checked_manifest(next(stream, None), request, self._layouts, self._max_bytes)
             if manifest.regions:
                 pulled = self._map(manifest, source, start)
                 self._lease = stream
@@ -311,38 +310,6 @@ class WeightMirror(LinkedStore):
             if self._lease is not stream:
                 _close(stream)
         return self._pulled(base_digest, changed, received, start, source.address, way)
-
-    def _manifest_of(self, stream: Iterator[Message], request: WeightsRequest) -> Manifest:
-        """Return the first message of a stream after all checks that need no data."""
-        manifest = next(stream, None)
-        if not isinstance(manifest, Manifest):
-            raise WrongWeights("expected a manifest first")
-        if manifest.run not in ("", request.run) or (manifest.version, manifest.digest) != (
-            request.version,
-            request.digest,
-        ):
-            raise WrongWeights(
-                f"expected version {request.version} ({request.digest.hex()}) of run {request.run!r}, got version "
-                f"{manifest.version} ({manifest.digest.hex()}) of run {manifest.run!r}"
-            )
-        check_names(layout.name for layout in manifest.layouts)
-        names = (layout.name for layout in manifest.layouts)
-        if combined_digest(dict(zip(names, manifest.digests, strict=True))) != manifest.digest:
-            raise WrongWeights("the digests of the tensors do not give the digest of the version")
-        if manifest.num_bytes > self._max_bytes:
-            raise WrongWeights(f"expected weights of at most {self._max_bytes} bytes, got {manifest.num_bytes}")
-        if manifest.base_version is not None:
-            if manifest.base_version != request.have_version or manifest.layouts != self._layouts:
-                raise WrongWeights(
-                    f"expected a delta against version {request.have_version} with its tensors, "
-                    f"got one against version {manifest.base_version}"
-                )
-            if manifest.data_bytes > manifest.num_bytes or not 1 <= manifest.num_links <= MAX_LINKS:
-                raise WrongWeights(
-                    f"expected a delta of at most {manifest.num_bytes} bytes and {MAX_LINKS} links, "
-                    f"got {manifest.data_bytes} and {manifest.num_links}"
-                )
-        return manifest
 
     def _map(self, manifest: Manifest, source: WeightPeer, start: float) -> PulledWeights:
         """Map the memory that a source shares. Raises _NotShared, also for a process whose memory could not be mapped before."""
@@ -418,7 +385,7 @@ class WeightMirror(LinkedStore):
         """Receive the slices of all ranks into the buffers. Return the bytes received. Raises GroupFailed."""
         if meeting is None:
             raise WrongWeights("expected no slices of ranks without a group")
-        _check_slices(manifest)
+        check_slices(manifest)
         with self._writes():
             self._allocate(manifest.layouts)
             digests: dict[int, Future[bytes]] = {}
@@ -506,28 +473,6 @@ class WeightMirror(LinkedStore):
                 f"version {manifest.version}: {len(wrong)} tensors have another digest than in the manifest, the first is "
                 f"{wrong[0]}"
             )
-
-
-def _check_slices(manifest: Manifest) -> None:
-    """Raise WrongWeights unless the slices of the ranks are every byte of every tensor, once."""
-    found: list[list[tuple[int, int]]] = [[] for _ in manifest.layouts]
-    for rank in manifest.ranks:
-        for tensor, begin, size in zip(rank.tensors, rank.begins, rank.sizes, strict=True):
-            if tensor >= len(found):
-                raise WrongWeights(f"expected slices of {len(found)} tensors, got one of tensor {tensor}")
-            found[tensor].append((begin, begin + size))
-    for layout, ranges in zip(manifest.layouts, found, strict=True):
-        done = 0
-        for begin, end in sorted(ranges):
-            if begin != done or end <= begin:
-                break
-            done = end
-        if done != layout.num_bytes or sum(end - begin for begin, end in ranges) != done:
-            raise WrongWeights(f"{layout.name}: expected slices that are its {layout.num_bytes} bytes once")
-
-
-class WrongWeights(Exception):
-    """A source sent other weights than expected."""
 
 
 class _NotShared(Exception):
