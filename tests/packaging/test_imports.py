@@ -21,7 +21,8 @@ TORCH_MODULES = {
     "quartet.contrib.triton.tensors",
     # Measures a model of transformers.
     "quartet.planner.meta_model",
-    # Only vLLM imports it.
+    # Only vLLM imports them.
+    "quartet.engines.vllm_transfer",
     "quartet.engines.vllm_worker",
 }
 # Modules of these parts that can be imported without the extra.
