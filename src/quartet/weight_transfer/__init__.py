@@ -1,1 +1,1 @@
-"""Transfer of policy weights between processes: versions, digests and lossless deltas. Imports neither torch nor transformers."""
+"""Transfer of policy weights between processes: versions, digests and lossless deltas. Only process groups import torch."""

@@ -56,7 +56,8 @@ class FaultyEngine(DetachedTorchEngine):
         elif self.fault == "half an update":
             names = self._random.sample(names, self._random.randrange(1, len(names)))
         elif self.fault == "stale prefix cache":
-            self._former = deepcopy(self)
+            # Locks cannot be copied.
+            self._former = deepcopy(self, {id(each): each for each in (self._stepping, self._may_step)})
         result = super().load_weights(weights, names)
         self.fault = self._injected
         return result
