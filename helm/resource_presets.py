@@ -173,5 +173,4 @@ def _workload(config: Config, work: RoleWork) -> Workload:
         temperature=rollout.temperature,
         engine=rollout.engine,
         off_policy=0,
-        process_group="none",
     )

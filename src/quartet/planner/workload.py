@@ -71,7 +71,7 @@ class Workload:
     temperature: float
     engine: str
     off_policy: int
-    process_group: str
+    process_group: str = "none"
     remote: tuple[str, ...] = ()
 
     @property
