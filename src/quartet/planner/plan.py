@@ -33,8 +33,8 @@ from quartet.planner.workload import RoleWork, Workload, read_workload
 
 PUBLISH_RATE = 9.5e9
 """Bytes/s at which an actor copies a version to the memory of its host and hashes it, on two cores."""
-WEIGHT_RATES = {"shared memory": 6.9e9, "gRPC": 1e9, "gloo": 1e9}
-"""Bytes/s from a published version to a generator that has loaded and hashed it, by way, on two cores. docs/plan.md has the
+WEIGHT_RATES = {"shared memory": 8.9e9, "gRPC": 1.1e9, "gloo": 0.7e9}
+"""Bytes/s from a published version to one generator that has loaded and hashed it, by way, on two cores. docs/plan.md has the
 sources."""
 GROUP_COST = 0.02
 """A further group of devices must shorten a step by this fraction. Plans with fewer groups are simpler to run."""
@@ -200,7 +200,7 @@ def _phases(cluster: Cluster, load: Workload, placed: Placed) -> list[Phase]:
         if each.role is Role.GENERATOR or (each.role is Role.ACTOR and load.generates and not has_generators):
             phases.append(Phase("generation", each.name, _generation(cluster, load, placed, each), devices))
         if each.role is Role.GENERATOR:
-            phases.append(Phase("weights", each.name, _weights(cluster, load, each.work), devices))
+            phases.append(Phase("weights", each.name, _weights(cluster, load, placed, each.work), devices))
         if each.role in (Role.CRITIC, Role.REWARD, Role.REFERENCE) or (
             each.role is Role.ACTOR and each.work.is_lora and not has_reference
         ):
@@ -210,15 +210,19 @@ def _phases(cluster: Cluster, load: Workload, placed: Placed) -> list[Phase]:
     return sorted(phases, key=lambda phase: PHASES.index(phase.name))
 
 
-def _weights(cluster: Cluster, load: Workload, work: RoleWork) -> Seconds:
+def _weights(cluster: Cluster, load: Workload, placed: Placed, work: RoleWork) -> Seconds:
     """Return the time from a trained policy to loaded generators, those on another node than the actor if there are any."""
     size = FLOAT32_BYTES * work.trained if work.is_lora else work.parameters * work.dtype_bytes
     way = "shared memory" if cluster.nodes == 1 else "gRPC" if load.process_group == "none" else load.process_group
-    transfer = size / WEIGHT_RATES["shared memory" if way == "nccl" else way]
+    seconds = size / PUBLISH_RATE + size / WEIGHT_RATES["shared memory" if way == "nccl" else way]
+    network = size / (cluster.link(cluster.total) * efficiency_of(cluster.device).link)
+    if any(each.role is Role.ACTOR and each.group.size > cluster.per_node for each in placed.placements):
+        # Ranks on several nodes make each tensor whole on rank 0.
+        seconds += network
     if way == "nccl":
         # To a GPU of the generator, and from there to its host.
-        transfer += size / (cluster.link(cluster.total) * efficiency_of(cluster.device).link)
-    return Seconds(size / PUBLISH_RATE + transfer, way)
+        seconds += network
+    return Seconds(seconds, way)
 
 
 def _generation(cluster: Cluster, load: Workload, placed: Placed, each: Placement) -> Seconds:

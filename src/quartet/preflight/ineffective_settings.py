@@ -123,6 +123,8 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
     if not config.has_generators:
         reason = "the actor generates, and its engine has the weights"
         yield "rollout", ("share_weights", "share_directory", "process_group"), reason
+    elif not config.rollout.share_weights:
+        yield "rollout", ("share_directory",), "rollout.share_weights is false"
 
 
 def _given(config: Config, path: str, names: tuple[str, ...]) -> list[str]:

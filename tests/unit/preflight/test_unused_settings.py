@@ -55,6 +55,8 @@ RLOO = {"estimator": "rloo"}
          "actor.schedule is constant"),
         ({"actor": {"model": "a/b", "compile": True, "gradient_checkpointing": True}}, "actor.compile",
          "actor.gradient_checkpointing is true, and torch does not compile recomputed layers"),
+        ({"rollout": {"generators": 1, "samples_per_prompt": 2, "share_weights": False, "share_directory": "/s"}},
+         "rollout.share_directory", "rollout.share_weights is false"),
         ({"rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "share_weights": False, "share_directory": "/shared"}},
          "rollout.share_weights, rollout.share_directory", "the actor generates, and its engine has the weights"),
         ({"checkpoint": {"best_mode": "min"}}, "checkpoint.best_mode", "checkpoint.best_metric is null"),
