@@ -254,6 +254,8 @@ class Generator:
     def _attest(self, batch: GenerationBatch, seconds: float) -> None:
         """Read the weights back after a generation of ``seconds``. Raises WeightsChanged."""
         with self._loading:
+            if self._held is None:
+                return  # An update has failed meanwhile. What is written is of the weights before it.
             start = time.perf_counter()
             changed, read = self._attestation.changed(self._engine, seconds)
             log.debug("weights attested", tensors=read, seconds=time.perf_counter() - start, of_seconds=seconds)

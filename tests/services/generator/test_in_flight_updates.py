@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -10,13 +10,20 @@ from typing import Any
 import pytest
 
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.contract.generation import GenerationBatch
+from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import Trajectory, VersionSpan
 from quartet.engines.engine import EngineResponse
-from quartet.errors import ComputationFailed, MismatchError, ServiceFailed
-from quartet.services.generator.generator import Generator
+from quartet.errors import ComputationFailed, FailedPrecondition, MismatchError, ServiceFailed
+from quartet.models.generation import torch_engine
+from quartet.models.generation.torch_engine import DetachedTorchEngine
+from quartet.services.generator.generator import FLUSH, Generator
+from quartet.weight_transfer.receiver import PulledWeights
 from tests.services.generator.test_generator import SAMPLING, batch, generator_of, load, no_pull, weight_set
 from tests.services.generator.test_generator import stream as stream
 from tests.services.in_flight_engine import SECONDS, InFlightEngine, token
+from tests.unit.models import tiny
+from tests.unit.models.adapters import weight_set as weights_of
 
 LONG = replace(SAMPLING, max_response_tokens=6)
 
@@ -158,3 +165,83 @@ def test_parts_that_do_not_cover_a_response_are_an_error(
     engine.generate = generate  # type: ignore[method-assign]
     with pytest.raises(ComputationFailed, match="versions of the weights for"):
         generator.generate(batch(1, digest), lambda: False)
+
+
+class Written:
+    """A rollout stream in memory, with a function that is called after each write."""
+
+    def __init__(self) -> None:
+        self.items: list[Trajectory] = []
+        self.after: Callable[[], object] = lambda: None
+
+    def append(self, items: Sequence[Trajectory], leader_epoch: int = 0) -> None:
+        self.items += items
+        self.after()
+
+
+class TorchGenerator(Generator):
+    """A generator with the torch engine and two versions, of which it has loaded the first."""
+
+    def __init__(self) -> None:
+        self.sets = {version: weights_of(tiny.causal("llama", seed=version), version=version) for version in (1, 2)}
+        self.torch, self.written = DetachedTorchEngine(tiny.causal("llama"), None, frozenset(), 8), Written()
+        served = torch_engine.served_model(self.torch._model)
+        stream: Any = self.written
+        super().__init__(lambda: self.torch, served, ServiceStatus(Role.GENERATOR), lambda run: stream)
+        self.load_version(1)
+
+    def load_version(self, version: int) -> None:
+        weights = self.sets[version]
+        pulled = PulledWeights(weights, b"", frozenset(weights.tensors), 0, 0.0, "actor", "full")
+        self.load("run", 1, version, weights.digest, lambda: pulled)
+
+    def batch(self, version: int, requests: int = 2) -> GenerationBatch:
+        sampling = replace(LONG, ignore_eos=True)
+        digest = self.sets[version].digest
+        return GenerationBatch("run", 1, 1, tiny.requests(requests), sampling, 0, version, digest, "me:1")
+
+    def take(self) -> set[tuple[Any, ...]]:
+        items, self.written.items = self.written.items, []
+        return {(item.policy_version, item.weights_digest, item.version_spans) for item in items}
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_the_torch_engine_names_an_update_between_the_check_of_a_request_and_its_first_token(updated: bool) -> None:
+    generator = TorchGenerator()
+    generator.generate(generator.batch(1), lambda: False, lambda: generator.load_version(2) if updated else None)
+    version = 2 if updated else 1
+    assert generator.take() == {(version, generator.sets[version].digest, ())}
+
+
+def test_a_held_version_of_the_torch_engine_keeps_the_number_of_the_request() -> None:
+    generator = TorchGenerator()
+    digest = generator.sets[1].digest
+    generator.load("run", 1, 2, digest, no_pull)
+    generator.generate(replace(generator.batch(1), policy_version=2), lambda: False)
+    assert generator.take() == {(2, digest, ())}
+
+
+def test_what_was_generated_before_an_update_that_fails_stays_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, real = TorchGenerator(), torch_engine.load_tensors
+
+    def partly(targets: Any, tensors: Any, changed: Any) -> Any:
+        names = sorted(changed)[:-1]
+        real({name: targets[name] for name in names}, tensors, names)
+        raise RuntimeError("out of memory")
+
+    def fail() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_engine, "load_tensors", partly)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                generator.load_version(2)
+
+    # The update fails after the last token, before the weights are read back.
+    generator.written.after = fail
+    assert generator.generate(generator.batch(1, FLUSH), lambda: False) == (FLUSH, 6 * FLUSH)
+    assert generator.take() == {(1, generator.sets[1].digest, ())}
+    with pytest.raises(FailedPrecondition, match="holds none"):
+        generator.generate(generator.batch(1), lambda: False)
+    generator.written.after = lambda: None
+    generator.load_version(2)
+    generator.generate(generator.batch(2), lambda: False)
+    assert generator.take() == {(2, generator.sets[2].digest, ())}

@@ -24,7 +24,7 @@ from quartet.contract.trajectory import Trajectory, TrajectoryId, VersionSpan
 from quartet.engines.engine import EngineResponse, ServedModel, TokenDecoder, TurnSource
 from quartet.engines.request_checks import check_requests, check_response
 from quartet.engines.stop_strings import StopStringCache
-from quartet.errors import Cancelled, InvalidRequest, MismatchError, ModelError
+from quartet.errors import Cancelled, InvalidRequest, MismatchError, ModelError, ServiceFailed
 from quartet.models.forward.model_capabilities import (
     device_of,
     max_positions,
@@ -37,7 +37,7 @@ from quartet.models.generation.torch_properties import DETACHED, SHARED
 from quartet.models.generation.trial import LogitDigests, trial_requests, trial_result, untried_reason
 from quartet.models.weights.host_tensors import host_tensor, load_tensors, named_weights
 from quartet.models.weights.lora import Adapter, MergedWeights
-from quartet.weight_transfer.tensors import WeightSet, tensor_digest
+from quartet.weight_transfer.tensors import WeightSet, combined_digest, tensor_digest
 
 log = structlog.get_logger()
 
@@ -196,13 +196,11 @@ class TorchEngine:
         turns: TurnSource | None = None,
     ) -> Iterator[EngineResponse]:
         stop_ids = frozenset[int]() if sampling.ignore_eos else self._served.stop_ids
-        self._merge()
-        self._try_static()
-        options = self._max_concurrent, self._static, self._stop_strings.of(sampling), turns
-        slots = DecodeSlots(self._model, stop_ids, requests, sampling, seed, *options, cached=not self._uncached)
-        self._generations += 1
-        number, steps = self._generations, 0
         with self._decoding():
+            options = self._max_concurrent, self._static, self._stop_strings.of(sampling), turns
+            slots = DecodeSlots(self._model, stop_ids, requests, sampling, seed, *options, cached=not self._uncached)
+            self._generations += 1
+            number, steps = self._generations, 0
             while slots.active:
                 if cancelled():
                     raise Cancelled("generation was cancelled by its caller")
@@ -215,15 +213,20 @@ class TorchEngine:
                 yield from (self._with_spans(response, steps) for response in finished)
 
     def _decoding(self) -> AbstractContextManager[None]:
-        """Return a context around the steps of a generation."""
+        """Prepare a generation. Return a context around its steps."""
+        self._prepare()
         return nullcontext()
+
+    def _prepare(self) -> None:
+        self._merge()
+        self._try_static()
 
     def _step(self) -> AbstractContextManager[None]:
         """Return a context around one step, in which the weights do not change."""
         return nullcontext()
 
     def _with_spans(self, response: EngineResponse, steps: int) -> EngineResponse:
-        """Return a response that the last of ``steps`` has finished, with the weights of its parts if they have changed."""
+        """Return a response that the last of ``steps`` has finished, with the weights of its parts if they may change."""
         return response
 
     def _merge(self) -> None:
@@ -367,15 +370,19 @@ class DetachedTorchEngine(TorchEngine):
         self._active, self._steps = False, 0
         # The weights of a generation: the first step that they have computed, their version and digest.
         self._changes: list[tuple[int, int, bytes]] = []
+        # False during an update, and after one that has failed: the weights are then those of no version.
+        self._is_whole = True
         super().__init__(model, stop_ids, max_concurrent_sequences, decode=decode, merged=merged)
         self._weights = named_weights(model, adapter)
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        with self._stepping:
-            self._active, self._steps = True, 0
-            self._changes = [(0, version, digest) for _, version, digest in self._changes[-1:]]
         try:
+            with self._stepping:
+                self._active, self._steps = True, 0
+                self._changes = [(0, version, digest) for _, version, digest in self._changes[-1:]]
+                # From here on, an update merges the weights itself.
+                self._prepare()
             yield
         finally:
             with self._stepping:
@@ -385,11 +392,13 @@ class DetachedTorchEngine(TorchEngine):
     def _step(self) -> Iterator[None]:
         self._may_step.wait()
         with self._stepping:
+            if not self._is_whole:
+                raise ServiceFailed("the last update of the weights has failed; responses by parts of it are discarded")
             yield
             self._steps += 1
 
     def _with_spans(self, response: EngineResponse, steps: int) -> EngineResponse:
-        if len(self._changes) < 2:
+        if not self._changes:
             return response
         # Each step draws one token of each row.
         begin, spans = steps - len(response.token_ids), []
@@ -402,8 +411,8 @@ class DetachedTorchEngine(TorchEngine):
     def load_weights(self, weights: WeightSet, changed: Collection[str]) -> Mapping[str, bytes]:
         """Copy the changed tensors into the model. Return the digest of each of the model's weights.
 
-        A generation on another thread waits between two tokens, and continues with its keys and values. Raises MismatchError if
-        the weights are those of another architecture.
+        A generation on another thread waits between two tokens, and continues with its keys and values. After a failure it raises
+        ServiceFailed instead. Raises MismatchError if the weights are those of another architecture.
         """
         different = weights.tensors.keys() ^ self._weights.keys()
         if different:
@@ -414,12 +423,14 @@ class DetachedTorchEngine(TorchEngine):
         self._may_step.clear()
         try:
             with self._stepping:
-                self._is_current = False
+                self._is_current = self._is_whole = False
                 digests = load_tensors(self._weights, weights.tensors, changed)
                 before = self._changes if self._active else []
-                self._changes = [*before, (self._steps, weights.version, weights.digest)]
+                # The digest of what the model holds: it is another one if part of an update is lost.
+                self._changes = [*before, (self._steps, weights.version, combined_digest(digests))]
                 if self._active:
                     self._merge()
+                self._is_whole = True
                 return digests
         except ValueError as error:
             raise MismatchError(f"weights: {error}; start actor and generator with the same model") from None
@@ -437,6 +448,7 @@ class DetachedTorchEngine(TorchEngine):
 
         Raises MismatchError if the weights are those of another architecture. All of ``tensors`` are consumed in any case.
         """
+        self._is_current = self._is_whole = False
         digests, unknown = {}, list[str]()
         for name, value in tensors:
             target = self._weights.get(name)
@@ -451,7 +463,7 @@ class DetachedTorchEngine(TorchEngine):
                 f"weights: {len(different)} differ from those of this engine's model, the first {min(different)!r}; restart the "
                 "actor"
             )
-        self._is_current, self._changes = False, []
+        self._changes, self._is_whole = [], True
         return digests
 
     def sleep(self, everything: bool = True) -> None:

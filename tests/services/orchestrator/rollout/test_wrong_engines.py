@@ -58,6 +58,8 @@ class FaultyEngine(DetachedTorchEngine):
         elif self.fault == "stale prefix cache":
             # Locks cannot be copied.
             self._former = deepcopy(self, {id(each): each for each in (self._stepping, self._may_step)})
+            # It believes to have the new weights, so it names no others.
+            self._former._changes = []
         result = super().load_weights(weights, names)
         self.fault = self._injected
         return result

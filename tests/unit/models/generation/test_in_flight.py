@@ -12,8 +12,10 @@ import torch
 from quartet.contract.generation import SamplingParameters
 from quartet.contract.trajectory import VersionSpan
 from quartet.engines.engine import EngineResponse
+from quartet.errors import ServiceFailed
+from quartet.models.generation import torch_engine
 from quartet.models.generation.torch_engine import DetachedTorchEngine
-from quartet.weight_transfer.tensors import WeightSet
+from quartet.weight_transfer.tensors import WeightSet, combined_digest
 from tests.unit.models import tiny
 from tests.unit.models.adapters import adapted, learn, weight_set
 from tests.waiting import LIMIT, wait_until
@@ -34,6 +36,17 @@ class Poll:
             self._engine.load_weights(weights, list(weights.tensors))
         self._steps += 1
         return False
+
+
+def adapted_versions() -> tuple[dict[int, WeightSet], dict[int, Any]]:
+    """Return versions 1 and 2 of an adapted model, and their weights."""
+    sets, models = {}, {}
+    for version in (1, 2):
+        model, adapter = adapted("llama")
+        for _ in range(version):
+            learn(model)
+        models[version], sets[version] = model, weight_set(model, adapter, version)
+    return sets, models
 
 
 def check_parts(responses: list[EngineResponse], models: dict[int, Any]) -> None:
@@ -69,17 +82,96 @@ def test_each_part_of_a_response_is_by_the_weights_that_it_names(kind: str) -> N
         *[(VersionSpan(3, digests[3], TOKENS),)] * 2,
     ]
     # The next generation is by the newest weights only.
-    assert all(response.spans == () for response in engine.generate(tiny.requests(2), SAMPLING, 0, lambda: False))
+    newest = (VersionSpan(3, digests[3], TOKENS),)
+    assert all(response.spans == newest for response in engine.generate(tiny.requests(2), SAMPLING, 0, lambda: False))
+
+
+def test_an_update_before_the_first_token_is_named() -> None:
+    models = {version: tiny.causal("llama", seed=version) for version in (1, 2)}
+    sets = {version: weight_set(model, version=version) for version, model in models.items()}
+    engine = DetachedTorchEngine(tiny.causal("llama"), None, frozenset(), 4)
+    engine.load_weights(sets[1], list(sets[1].tensors))
+    responses = engine.generate(tiny.requests(2), SAMPLING, 0, lambda: False)
+    engine.load_weights(sets[2], list(sets[2].tensors))
+    made = list(responses)
+    assert {response.spans for response in made} == {(VersionSpan(2, sets[2].digest, TOKENS),)}
+    check_parts(made, models)
+
+
+def test_half_an_update_is_not_named_as_its_version() -> None:
+    sets = {version: weight_set(tiny.causal("llama", seed=version), version=version) for version in (1, 2)}
+    engine = DetachedTorchEngine(tiny.causal("llama"), None, frozenset(), 4)
+    engine.load_weights(sets[1], list(sets[1].tensors))
+    half = sorted(sets[2].tensors)[::2]
+    responses = engine.generate(tiny.requests(1), SAMPLING, 0, lambda: False)
+    held = combined_digest(engine.load_weights(sets[2], half))
+    assert held != sets[2].digest
+    assert [response.spans for response in responses] == [(VersionSpan(2, held, TOKENS),)]
+
+
+@pytest.mark.parametrize("moment", ["before a generation", "before its first token", "in a later response"])
+@pytest.mark.parametrize("part", ["load", "merge"])
+def test_an_update_that_fails_ends_the_generation_and_keeps_what_was_made_before(
+    part: str, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets, models = adapted_versions()
+    # The second request waits for the row of the first.
+    engine = DetachedTorchEngine(*adapted("llama", seed=5), frozenset(), 1, merge_adapter=True)
+    engine.load_weights(sets[1], list(sets[1].tensors))
+    real = torch_engine.load_tensors
+
+    def half(targets: Any, tensors: Any, changed: Any) -> Any:
+        names = sorted(changed)[::2]
+        real({name: targets[name] for name in names}, tensors, names)
+        raise RuntimeError("out of memory")
+
+    def fail() -> bool:
+        with monkeypatch.context() as patch:
+            if part == "load" or moment == "before a generation":
+                patch.setattr(torch_engine, "load_tensors", half)
+            else:
+                patch.setattr(engine._merged, "update", lambda: half({}, {}, ()))
+            with pytest.raises(RuntimeError, match="out of memory"):
+                engine.load_weights(sets[2], list(sets[2].tensors))
+        return False
+
+    failures = iter([fail])
+    steps = iter(range(100))
+    at = {"before a generation": -1, "before its first token": 0, "in a later response": TOKENS + 3}[moment]
+    responses = engine.generate(tiny.requests(2), SAMPLING, 0, lambda: next(failures)() if next(steps) == at else False)
+    if at < 0:
+        fail()
+    made: list[EngineResponse] = []
+    with pytest.raises(ServiceFailed, match="the last update of the weights has failed"):
+        made.extend(responses)
+    assert [response.spans for response in made] == [(VersionSpan(1, sets[1].digest, TOKENS),)] * (at > TOKENS)
+    check_parts(made, models)
+    engine.load_weights(sets[2], list(sets[2].tensors))
+    check_parts(list(engine.generate(tiny.requests(2), SAMPLING, 0, lambda: False)), models)
+
+
+def test_an_adapter_that_changes_between_the_start_of_a_generation_and_its_first_token_is_merged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sets, models = adapted_versions()
+    engine = DetachedTorchEngine(*adapted("llama", seed=5), frozenset(), 4, merge_adapter=True)
+    engine.load_weights(sets[1], list(sets[1].tensors))
+    stop_strings = engine._stop_strings.of
+
+    def load(sampling: SamplingParameters) -> Any:
+        # A generation asks for them after its preparation.
+        engine.load_weights(sets[2], list(sets[2].tensors))
+        return stop_strings(sampling)
+
+    monkeypatch.setattr(engine._stop_strings, "of", load)
+    responses = list(engine.generate(tiny.requests(2), SAMPLING, 0, lambda: False))
+    assert {response.spans for response in responses} == {(VersionSpan(2, sets[2].digest, TOKENS),)}
+    check_parts(responses, models)
 
 
 @pytest.mark.parametrize("merge", [False, True])
 def test_an_adapter_changes_in_the_middle_of_a_response(merge: bool) -> None:
-    sets, models = {}, {}
-    for version in (1, 2):
-        model, adapter = adapted("llama")
-        for _ in range(version):
-            learn(model)
-        models[version], sets[version] = model, weight_set(model, adapter, version)
+    sets, models = adapted_versions()
     changed = [name for name in sets[2].tensors if "lora" in name]
     engine = DetachedTorchEngine(*adapted("llama", seed=5), frozenset(), 4, merge_adapter=merge)
     engine.load_weights(sets[1], list(sets[1].tensors))
