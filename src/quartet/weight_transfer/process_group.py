@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -393,12 +393,13 @@ class GroupSenders:
                 self._store.wait([key], timedelta(days=365))
                 command = json.loads(self._store.get(key))
                 self._store.delete_key(key)
-                parts = [memory(*place) for place in command["places"]] if command else []
-            except (RuntimeError, IndexError):  # Rank 0 has ended, or this rank ends.
+            except RuntimeError:  # Rank 0 has ended, or this rank ends.
                 return
             if not command:
                 return
-            self._send(WeightGroup(*command["group"]), parts)
+            # Without the memory, the receiver takes another way when this rank does not come.
+            with suppress(KeyError):
+                self._send(WeightGroup(*command["group"]), [memory(*place) for place in command["places"]])
 
     def _send(self, group: WeightGroup, parts: Sequence[Bytes]) -> None:
         def run() -> None:

@@ -10,19 +10,23 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
-from quartet.errors import OutOfMemory, QuartetError, ServiceFailed
+from quartet.errors import OutOfMemory, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.system.machine import available_cores
 from quartet.weight_transfer.mapped_regions import map_for_writing
 from quartet.weight_transfer.messages import TensorLayout
 from quartet.weight_transfer.shared_memory import Memory, Region, SharedRegion
 from quartet.weight_transfer.tensors import BLOCK_BYTES, DIGEST_BYTES, PIECE_BYTES, Bytes, block_digests
+
+log = structlog.get_logger()
 
 WINDOW_BYTES = 2**28
 """Bytes of slices that a rank copies at a time, so that several threads have work."""
@@ -67,8 +71,10 @@ class SliceWriter:
         """``num_threads`` defaults to the cores."""
         self.ranks = ranks
         self._pool = ThreadPoolExecutor(num_threads or available_cores(), thread_name_prefix="weight slices")
-        self._maps: list[Bytes] = []
-        self._regions: list[Region] = []
+        # Regions by number, which none gets again: on the other ranks as they are mapped, and on rank 0.
+        self._maps: dict[int, Bytes] = {}
+        self._regions: dict[Region, int] = {}
+        self._count = 0
 
     def follow(self, slices: Sequence[TensorSlice]) -> bool:
         """Do what rank 0 asks for in one publication. Return False if it wants whole tensors instead.
@@ -78,13 +84,16 @@ class SliceWriter:
         while True:
             plan = json.loads(self.ranks.broadcast(b""))
             if "error" in plan:
+                self._maps = {}
                 raise (OutOfMemory if plan["kind"] == "OutOfMemory" else ServiceFailed)(plan["error"])
             if "end" in plan:
                 return bool(plan["end"])
             self.ranks.gather(self._attempt(partial(self._follow, plan, slices)))
 
     def _follow(self, plan: dict[str, Any], slices: Sequence[TensorSlice]) -> bytes:
-        self._maps += [map_for_writing(SharedRegion(*each)) for each in plan["regions"]]
+        if "regions" in plan:
+            self._maps |= {number: map_for_writing(SharedRegion(*each)) for number, *each in plan["regions"]}
+            return b""
         return self._write(slices, [self._target(*each) for each in zip(plan["places"], slices, strict=True)])
 
     def _target(self, place: list[int] | None, part: TensorSlice) -> Target:
@@ -100,54 +109,79 @@ class SliceWriter:
         """
         used = dict.fromkeys(target[0].region for target in targets if target is not None)
         new = [region for region in used if region is not None and region not in self._regions]
-        self._regions += new
-        indices = {region: index for index, region in enumerate(self._regions)}
+        if new:
+            # In an exchange of its own: a rank that fails after others have begun to read tensors would leave them waiting.
+            self._share(new)
         places = [
             None
             if target is None or target[0].region is None
-            else (indices[target[0].region], target[0].offset, target[1])
+            else (self._regions[target[0].region], target[0].offset, target[1])
             for target in targets
         ]
-        regions = [(os.getpid(), region.fd, len(region.data)) for region in new]
-        self.ranks.broadcast(json.dumps({"regions": regions, "places": places}).encode())
+        self.ranks.broadcast(json.dumps({"places": places}).encode())
         own = [None if target is None else (target[0].data, target[1]) for target in targets]
         reports = self.ranks.gather(self._attempt(lambda: self._write(slices, own)))
-        for region in new:
+        return _merged(_checked(reports), [each.layout for each in slices], own)
+
+    def _share(self, regions: Sequence[Region]) -> None:
+        """Let the other ranks map regions, then seal them."""
+        numbers = {region: self._count + index for index, region in enumerate(regions)}
+        self._count += len(numbers)
+        plan = [(number, os.getpid(), region.fd, len(region.data)) for region, number in numbers.items()]
+        self.ranks.broadcast(json.dumps({"regions": plan}).encode())
+        _checked(self.ranks.gather(self._attempt(bytes)))
+        for region in regions:
             region.seal()
-        return _merged(reports, [each.layout for each in slices], own)
+        self._regions |= numbers
 
     def memory(self, region: int, offset: int, num_bytes: int) -> Bytes:
-        """Return a part of a region, on a rank above 0. May be called from any thread."""
+        """Return a part of a region, on a rank above 0. May be called from any thread.
+
+        Raises KeyError for a region that is not used any more.
+        """
         return self._maps[region][offset : offset + num_bytes]
 
     def place(self, memory: Memory) -> tuple[int, int]:
-        """Return the region and offset by which the other ranks find memory. Rank 0 calls it, on any thread."""
-        assert memory.region is not None
-        return self._regions.index(memory.region), memory.offset
+        """Return the region and offset by which the other ranks find memory. Rank 0 calls it, on any thread.
 
-    def end(self, sliced: bool = True, error: QuartetError | None = None) -> None:
-        """End a publication on all ranks, with an error if there is one. Rank 0 calls it."""
+        Raises ServiceUnavailable for memory of a region that is not used any more.
+        """
+        number = None if memory.region is None else self._regions.get(memory.region)
+        if number is None:
+            raise ServiceUnavailable(
+                "weights: a publication has failed, the ranks do not have the versions before it any more"
+            )
+        return number, memory.offset
+
+    def end(self, sliced: bool = True, error: Exception | None = None) -> None:
+        """End a publication on all ranks, with an error if there is one. Rank 0 calls it.
+
+        After an error, the ranks may differ in what they have mapped. So all forget it, and the next publication needs memory of
+        other regions.
+        """
         plan: dict[str, Any] = {"end": sliced}
         if error is not None:
-            plan = {"error": str(error), "kind": type(error).__name__}
+            self._regions = {}
+            plan = {"error": _text(error), "kind": type(error).__name__}
         self.ranks.broadcast(json.dumps(plan).encode())
 
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._maps, self._regions = [], []
+        self._maps, self._regions = {}, {}
 
     @staticmethod
     def _attempt(work: Callable[[], bytes]) -> bytes:
         """Return the report of ``work``, after a zero byte, or its error after a one: the other ranks wait for either."""
         try:
             return b"\0" + work()
-        except (QuartetError, MemoryError) as error:
-            return b"\1" + (str(error) or type(error).__name__).encode()
+        except Exception as error:
+            return b"\1" + _text(error).encode()
 
     def _write(self, slices: Sequence[TensorSlice], targets: Sequence[Target]) -> bytes:
         """Write or compare all slices. Return the report."""
         tasks, waiting, size = list[_Task](), deque[tuple[int, list[Future[Any]]]](), 0
+        reads = iter([part.read for part, target in zip(slices, targets, strict=True) if target is not None])
         try:
             for part, target in zip(slices, targets, strict=True):
                 tasks.append(task := _Task(part, target))
@@ -158,13 +192,19 @@ class SliceWriter:
                     size -= done
                     for future in futures:
                         future.result()
-                data = part.read()
+                data = next(reads)()
                 waiting.append((len(data), [self._pool.submit(work) for work in task.pieces(data)]))
                 size += len(data)
                 del data
             for _, futures in waiting:
                 for future in futures:
                     future.result()
+        except Exception:
+            # The other ranks may need this one to read the tensors that they read.
+            for read in reads:
+                with suppress(Exception):
+                    read()
+            raise
         finally:
             for _, futures in waiting:
                 for future in futures:
@@ -241,12 +281,26 @@ class Report:
     blocks: bytes = b""
 
 
-def _merged(reports: Sequence[bytes], layouts: Sequence[TensorLayout], targets: Sequence[Target]) -> list[Report]:
-    numbers: list[NDArray[np.int64]] = []
-    digests: list[memoryview] = []
+def _text(error: Exception) -> str:
+    """Return the text of an error, of one that nobody expects with its class."""
+    if isinstance(error, QuartetError | MemoryError):
+        return str(error) or type(error).__name__
+    log.error("weights: this rank has failed", exc_info=error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _checked(reports: Sequence[bytes]) -> Sequence[bytes]:
+    """Return the reports. Raises ServiceFailed if a rank has failed."""
     for rank, report in enumerate(reports):
         if report[:1] != b"\0":
             raise ServiceFailed(f"weights: rank {rank} of {len(reports)}: {report[1:].decode(errors='replace')}")
+    return reports
+
+
+def _merged(reports: Sequence[bytes], layouts: Sequence[TensorLayout], targets: Sequence[Target]) -> list[Report]:
+    numbers: list[NDArray[np.int64]] = []
+    digests: list[memoryview] = []
+    for report in reports:
         size = 8 * _REPORT * len(layouts)
         numbers.append(np.frombuffer(report, "<i8", size // 8, offset=1).reshape(-1, _REPORT))
         digests.append(memoryview(report)[1 + size :])

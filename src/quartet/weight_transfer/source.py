@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from quartet.contract.weights import PublishedWeights
-from quartet.errors import InvalidRequest, QuartetError
+from quartet.errors import InvalidRequest
 from quartet.system.machine import available_cores
 from quartet.weight_transfer.delta import encode
 from quartet.weight_transfer.messages import (
@@ -141,7 +141,8 @@ class WeightSource(WeightStore):
         except _NotSliced:
             writer.end(sliced=False)
             return False
-        except QuartetError as error:
+        except Exception as error:
+            self._allocator = Allocator(seals=False)
             writer.end(error=error)
             raise
         writer.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -147,6 +148,64 @@ def test_all_ranks_get_the_error_of_one_and_the_next_publication_works(monkeypat
     assert {type(each) for each in errors} == {OutOfMemory}
     assert trainer.publish(0, tensors) == [True, True, True]
     assert_equal(trainer.source.weight_set(), tensors)
+    trainer.close()
+
+
+@pytest.mark.parametrize("error", [ServiceUnavailable("cannot map"), IndexError("out of range")])
+def test_after_a_rank_could_not_map_the_memory_the_next_publication_works(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "MIN_REGION_BYTES", 2**20)
+    trainer, reads = Trainer(3), list[str]()
+
+    def once(region: SharedRegion) -> Bytes:
+        monkeypatch.setattr(slices, "map_for_writing", map_for_writing)
+        raise error
+
+    def counted(part: TensorSlice) -> TensorSlice:
+        return replace(part, read=lambda: reads.append(part.layout.name) or part.read())  # type: ignore[func-returns-value]
+
+    text = str(error) if isinstance(error, ServiceUnavailable) else f"IndexError: {error}"
+    # The second version needs another region.
+    for number, tensors in enumerate([weights(), weights() | {"model.large": tensor((2**22,))}]):
+        for _ in range(2):
+            monkeypatch.setattr(slices, "map_for_writing", once)
+            parts = [[counted(part) for part in each] for each in trainer.slices(tensors)]
+            errors = trainer.publish(number, tensors, RUN, parts)
+            assert {re.sub("rank [12]", "rank", str(each)) for each in errors} == {f"weights: rank of 3: {text}"}
+            # Reading may need all ranks, so none has begun.
+            assert not reads
+        assert trainer.publish(number, tensors, RUN) == [True, True, True]
+        assert_equal(trainer.source.weight_set(), tensors)
+        reads.clear()
+    trainer.close()
+
+
+def test_a_rank_that_fails_still_reads_what_the_others_read_and_its_error_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer, tensors, reads = Trainer(2), weights(), list[str]()
+
+    def counted(part: TensorSlice) -> TensorSlice:
+        def read() -> Bytes:
+            reads.append(part.layout.name)
+            if len(reads) == 2:
+                raise ZeroDivisionError("of a module")
+            return part.read()
+
+        return replace(part, read=read)
+
+    own, other = trainer.slices(tensors)
+    errors = trainer.publish(0, tensors, slices=[own, [counted(part) for part in other]])
+    assert {str(each) for each in errors} == {"weights: rank 1 of 2: ZeroDivisionError: of a module"}
+    assert reads == list(tensors)
+    # An error of rank 0 outside what the ranks do ends their call, too.
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.source, "_spare", lambda _: 1 // 0)
+        trainer.publish(0, tensors, RUN)
+        errors = trainer.publish(1, tensors, RUN)
+    assert [type(each) for each in errors] == [ZeroDivisionError, ServiceFailed]
+    assert trainer.publish(1, tensors, RUN) == [True, True]
     trainer.close()
 
 
