@@ -57,6 +57,9 @@ def check_slices(manifest: Manifest) -> None:
         for tensor, begin, size in zip(rank.tensors, rank.begins, rank.sizes, strict=True):
             if tensor >= len(found):
                 raise WrongWeights(f"expected slices of {len(found)} tensors, got one of tensor {tensor}")
+            if not size:
+                # It would have no message, and those after it would count for the tensor before.
+                raise WrongWeights(f"{manifest.layouts[tensor].name}: expected slices of at least one byte")
             found[tensor].append((begin, begin + size))
     for layout, ranges in zip(manifest.layouts, found, strict=True):
         done = 0

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hmac
 import json
+import selectors
 import socket
 import struct
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -38,6 +39,10 @@ TRAINER, RECEIVER = 0, 1
 """Ranks in a group of two."""
 NAME_BYTES = 32
 """Length of the name of a transfer."""
+MAX_WAITING = 128
+"""Connections that have not said which rank they are. Beyond it, the oldest one is closed."""
+WAKE_SECONDS = 0.1
+"""A receiver that waits for ranks checks so often whether those that have come have failed."""
 MAX_VALUE_BYTES = 2**16
 """Maximum size of what two members tell each other to connect."""
 _HELLO, _LENGTHS, _DONE = struct.Struct(f"<{NAME_BYTES}sI"), struct.Struct("<II"), b"\1"
@@ -64,6 +69,10 @@ class GroupSettings:
     backend: GroupBackend = "gloo"
     timeout: float = 60.0
     device: str = "cpu"
+
+    def before(self, deadline: float) -> GroupSettings:
+        """Return the same with at most half of the time until a deadline, so that another way has the other half."""
+        return replace(self, timeout=max(0.001, min(self.timeout, (deadline - time.monotonic()) / 2)))
 
 
 def group_settings(config: Config, device: int | None) -> GroupSettings | None:
@@ -258,16 +267,9 @@ class Meeting:
         """
         transfer = _Transfer(self._settings, ranks, targets, on_tensor, deadline)
         missing, threads = {number for number, slices in enumerate(ranks) if slices.tensors}, []
-        limit = min(deadline, time.monotonic() + self._settings.timeout)
+        limit = time.monotonic() + self._settings.before(deadline).timeout
         try:
-            while missing and not transfer.errors:
-                self._listener.settimeout(max(0.001, limit - time.monotonic()))
-                connection = self._listener.accept()[0]
-                rank = self._rank_of(connection, missing)
-                if rank is None:
-                    connection.close()
-                    continue
-                missing.remove(rank)
+            for rank, connection in self._arrivals(missing, limit, lambda: bool(transfer.errors)):
                 threads.append(threading.Thread(target=transfer.run, args=(rank, connection), name="weight receiver"))
                 threads[-1].start()
         except OSError as error:
@@ -278,13 +280,70 @@ class Meeting:
             raise GroupFailed("; ".join(transfer.errors))
         return transfer.received
 
-    def _rank_of(self, connection: socket.socket, missing: Collection[int]) -> int | None:
+    def _arrivals(
+        self, missing: set[int], limit: float, failed: Callable[[], bool]
+    ) -> Iterator[tuple[int, socket.socket]]:
+        """Yield each missing rank that connects, and its connection. Any other process that connects costs no time.
+
+        Raises OSError, also after ``limit``.
+        """
+        waiting: dict[socket.socket, bytearray] = {}
+        self._listener.setblocking(False)
+        with ExitStack() as stack:
+            selector = stack.enter_context(selectors.DefaultSelector())
+            selector.register(self._listener, selectors.EVENT_READ)
+
+            @stack.callback
+            def close_waiting() -> None:
+                for each in waiting:
+                    each.close()
+
+            def drop(connection: socket.socket) -> None:
+                selector.unregister(connection)
+                del waiting[connection]
+
+            while missing and not failed():
+                remaining = limit - time.monotonic()
+                if remaining <= 0:
+                    raise TimeoutError("timed out")
+                for key, _ in selector.select(min(remaining, WAKE_SECONDS)):
+                    connection = cast(socket.socket, key.fileobj)
+                    if connection is self._listener:
+                        with suppress(BlockingIOError, ConnectionAbortedError):
+                            connection = self._listener.accept()[0]
+                            connection.setblocking(False)
+                            waiting[connection] = bytearray()
+                            selector.register(connection, selectors.EVENT_READ)
+                        continue
+                    if connection not in waiting:
+                        continue
+                    hello = waiting[connection]
+                    try:
+                        part = connection.recv(_HELLO.size - len(hello))
+                    except BlockingIOError:
+                        continue
+                    except OSError:
+                        part = b""
+                    hello += part
+                    if part and len(hello) < _HELLO.size:
+                        continue
+                    drop(connection)
+                    rank = self._rank_of(bytes(hello), missing)
+                    if rank is None:
+                        connection.close()
+                        continue
+                    missing.remove(rank)
+                    yield rank, connection
+                while len(waiting) > MAX_WAITING:
+                    oldest = next(iter(waiting))
+                    drop(oldest)
+                    oldest.close()
+
+    def _rank_of(self, hello: bytes, missing: Collection[int]) -> int | None:
         """Return the rank that has connected; None for any other process."""
-        connection.settimeout(self._settings.timeout)
-        try:
-            name, rank = _HELLO.unpack(_read(connection, _HELLO.size))
-        except OSError:
+        if len(hello) != _HELLO.size:
             return None
+        name, rank = _HELLO.unpack(hello)
         return rank if hmac.compare_digest(name, self.group.name.encode()) and rank in missing else None
 
     def close(self) -> None:
@@ -319,7 +378,9 @@ class _Transfer:
             self.errors.append(f"rank {rank}: {first_line(error)}")
 
     def _receive(self, slices: RankSlices, connection: socket.socket) -> None:
-        member = _Member(self._settings, connection, RECEIVER)
+        settings = self._settings.before(self._deadline)
+        connection.settimeout(settings.timeout)
+        member = _Member(settings, connection, RECEIVER)
         try:
             waiting = deque[tuple[Callable[[], None], int, int | None]]()
             tensors = iter(slices.tensors)

@@ -18,12 +18,22 @@ import structlog
 from quartet.errors import QuartetError
 from quartet.weight_transfer import process_group, receiver
 from quartet.weight_transfer.messages import Manifest, RankSlices
-from quartet.weight_transfer.process_group import GroupSettings, Meeting, send_slices
+from quartet.weight_transfer.process_group import GroupFailed, GroupSettings, Meeting, send_slices
 from quartet.weight_transfer.receiver import PulledWeights, WeightMirror
 from quartet.weight_transfer.source import WeightSource
 from quartet.weight_transfer.tensors import Bytes
 from tests.unit.weight_transfer.ranks import Trainer
-from tests.unit.weight_transfer.samples import RUN, LocalPeer, Tensors, assert_equal, digest, history, pull, weights
+from tests.unit.weight_transfer.samples import (
+    RUN,
+    LocalPeer,
+    Tensors,
+    assert_equal,
+    digest,
+    history,
+    pull,
+    tensor,
+    weights,
+)
 from tests.waiting import wait_until
 
 QUICK = GroupSettings(timeout=1.0)
@@ -204,6 +214,54 @@ def test_a_rank_that_sends_nothing_ends_the_group_in_time_and_the_next_pull_has_
     assert pull(mirror, trainer.source, 1, versions[1]).way == "process group"
 
 
+def test_ranks_that_cannot_connect_leave_half_of_the_time_for_chunks(
+    make_trainer: Callable[..., Trainer], make_mirror: Callable[..., WeightMirror], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> None:
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(process_group, "send_slices", refused)
+    trainer, mirror, tensors = make_trainer(2), make_mirror(), weights()
+    trainer.publish(0, tensors, RUN)
+    result, reasons = logged(lambda: mirror.pull([LocalPeer(trainer.source)], RUN, 0, digest(tensors), timeout=4.0))
+    assert result.way == "full"
+    assert reasons == ["actor at local: process group: rank 0, 1 did not come: timed out"]
+    assert 1.9 < result.seconds < 4.0
+
+
+def test_connections_of_other_processes_cost_no_time_and_do_not_end_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "MAX_WAITING", 4)
+    meeting, data, target = Meeting(GROUP, "127.0.0.1"), tensor((1000,)).data, np.zeros(2000, np.uint8)
+    address = meeting._listener.getsockname()
+    others = [socket.create_connection(address) for _ in range(9)]
+    others[0].sendall(b"GET / HTTP/1.1\r\nHost: a name that is longer than 36 bytes\r\n\r\n")
+    others[1].close()
+    group = process_group.WeightGroup("gloo", meeting.group.port, meeting.group.name, "127.0.0.1")
+    start = time.monotonic()
+    sender = threading.Thread(target=send_slices, args=(GROUP, group, 0, [data]))
+    sender.start()
+    received = meeting.receive([RankSlices((0,), (0,), (2000,))], [target], lambda _: None, start + 2 * GROUP.timeout)
+    sender.join()
+    assert time.monotonic() - start < GROUP.timeout / 2
+    assert (received, target.tobytes()) == (2000, data.tobytes())
+    for each in others:
+        each.close()
+    meeting.close()
+
+
+def test_connections_that_stay_silent_do_not_delay_the_end() -> None:
+    meeting = Meeting(GroupSettings(timeout=0.5), "127.0.0.1")
+    others = [socket.create_connection(meeting._listener.getsockname()) for _ in range(8)]
+    start = time.monotonic()
+    with pytest.raises(GroupFailed, match="rank 0 did not come: timed out"):
+        meeting.receive([RankSlices((0,), (0,), (8,))], [np.zeros(8, np.uint8)], lambda _: None, start + 60)
+    assert time.monotonic() - start < 3
+    for each in others:
+        assert each.recv(1) == b""
+        each.close()
+    meeting.close()
+
+
 def test_after_failures_in_a_row_a_receiver_asks_for_no_group(
     make_trainer: Callable[..., Trainer], make_mirror: Callable[..., WeightMirror], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +329,8 @@ def test_a_source_without_groups_or_with_another_backend_sends_chunks(make_mirro
         (RankSlices((9,), (0,), (1,)),),
         (RankSlices((0, 0), (0, 0), (2**20 + 200, 2**20 + 200)),),
         (RankSlices((0,), (2**63,), (2**63,)),),
+        # Every byte once, but also a slice without bytes, of a tensor without any.
+        (RankSlices(tuple(range(5)), (0,) * 5, (2**20 + 200, 0, 256, 42000, 4)),),
     ],
 )
 def test_slices_that_are_not_the_tensors_are_refused(
