@@ -47,6 +47,8 @@ log = structlog.get_logger()
 
 MAX_GROUP_FAILURES = 3
 """Transfers through process groups that may fail in a row. Then something, such as a firewall, is in between."""
+REMAP_PULLS = 16
+"""Pulls after which memory of a process that could not be mapped is tried again: it may have been for lack of descriptors."""
 FIRST_PAUSE, MAX_PAUSE = 0.05, 1.0
 """Seconds before busy sources are asked again. The pause doubles each time."""
 
@@ -115,8 +117,9 @@ class WeightMirror(LinkedStore):
         """What transfers over gRPC have taken, by the address of the source."""
         self._lease: Iterator[Message] | None = None
         self._mapped = MappedRegions(self._directory)
-        # Address and process of each source whose weights are sent; without the process on other machines.
+        # Address and process of each source whose weights are sent, without the process on other machines; pulls until a retry.
         self._sent: set[tuple[str, str]] = set()
+        self._skips = Counter[tuple[str, str]]()
         # The version before, and the digests of its tensors.
         self._seen: tuple[bytes, Mapping[str, bytes]] = b"", {}
 
@@ -312,10 +315,12 @@ class WeightMirror(LinkedStore):
         return self._pulled(base_digest, changed, received, start, source.address, way)
 
     def _map(self, manifest: Manifest, source: WeightPeer, start: float) -> PulledWeights:
-        """Map the memory that a source shares. Raises _NotShared, also for a process whose memory could not be mapped before."""
-        process = process_of(manifest.regions)
-        if (source.address, process) in self._sent:
+        """Map the memory that a source shares. Raises _NotShared, also for a process whose memory could not be mapped lately."""
+        skips = source.address, (process := process_of(manifest.regions))
+        if self._skips[skips]:
+            self._skips[skips] -= 1
             raise _NotShared
+        self._skips[skips] = REMAP_PULLS - 1
         try:
             memory = self._mapped.map(manifest.regions)
         except QuartetError as error:
@@ -330,6 +335,7 @@ class WeightMirror(LinkedStore):
                 )
                 raise _NotShared
             tensors[layout.name] = HostTensor(layout.dtype, layout.shape, data)
+        del self._skips[skips]
         digests = dict(zip(tensors, manifest.digests, strict=True))
         base, before = self._seen
         changed = frozenset(name for name, digest in digests.items() if before.get(name) != digest)

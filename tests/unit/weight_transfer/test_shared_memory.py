@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import structlog
 
 from quartet.errors import OutOfMemory, ServiceFailed, ServiceUnavailable
-from quartet.weight_transfer import shared_memory
+from quartet.weight_transfer import mapped_regions, receiver, shared_memory
 from quartet.weight_transfer import source as source_module
 from quartet.weight_transfer.delta import encode
 from quartet.weight_transfer.messages import Manifest
@@ -130,6 +131,28 @@ def test_memory_that_cannot_be_opened_is_sent_instead(
     monkeypatch.setattr(os, "getpid", lambda: 2**20)
     mirror.pull([peer], RUN, 0, digest(tensors), timeout=5)
     assert len(attempts) == 2
+
+
+def test_memory_that_could_once_not_be_opened_is_tried_again_later(
+    source: WeightSource, mirror: WeightMirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver, "REMAP_PULLS", 3)
+
+    def refuse(*_: Any) -> int:
+        raise OSError(24, "Too many open files")
+
+    ways = []
+    with structlog.testing.capture_logs() as logs:
+        for number, tensors in enumerate(history(9)):
+            source.publish(number, tensors.items(), run=RUN)
+            with monkeypatch.context() as patch:
+                if number in (0, 3):
+                    patch.setattr(mapped_regions, "_open", refuse)
+                result = pull(mirror, source, number, tensors)
+            ways.append(result.way)
+            assert_equal(result.weight_set, tensors)
+    assert [way == "shared memory" for way in ways] == 6 * [False] + 3 * [True]
+    assert len([each for each in logs if each["event"] == "weights are sent, not shared"]) == 1
 
 
 @pytest.mark.parametrize(
