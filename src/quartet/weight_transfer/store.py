@@ -88,6 +88,8 @@ class WeightStore(ABC):
         self._versions: list[Version] = []
         self._failures = 0
         self._ending = self._closed = False
+        # Memory whose readers may still read, although this process has ended their streams.
+        self._lent: set[Memory] = set()
         if self._machine and directory is not None:
             self._share_through(directory)
 
@@ -236,9 +238,11 @@ class WeightStore(ABC):
             yield
         finally:
             with self._state:
-                # The reader of a stream that this process has ended may still read.
-                for memory in () if self._ending else memories:
-                    memory.readers -= 1
+                if self._ending:
+                    self._lent.update(memories)
+                else:
+                    for memory in memories:
+                        memory.readers -= 1
 
     def _wait(self, request: WeightsRequest, deadline: float, cancelled: Callable[[], bool], failures: int) -> None:
         remaining = deadline - time.monotonic()

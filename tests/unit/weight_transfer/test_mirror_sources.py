@@ -45,6 +45,31 @@ def test_a_mirror_serves_its_version_and_the_delta_to_it(source: WeightSource, m
     assert_equal(pull(WeightMirror(num_threads=1, shares=False), mirror, 1, versions[1]).weight_set, versions[1])
 
 
+def test_memory_that_was_lent_stays_as_it_is_after_the_end_of_the_streams(source: WeightSource) -> None:
+    versions = history(6)
+    private = WeightSource(num_threads=1, shares=False)
+    private.publish(0, versions[0].items(), run=RUN)
+    mirror, readers = WeightMirror(num_threads=1), [WeightMirror(num_threads=1) for _ in range(2)]
+    assert pull(mirror, private, 0, versions[0]).way == "full"
+    source.publish(0, versions[0].items(), run=RUN)
+    results = [pull(reader, lender, 0, versions[0]) for reader, lender in zip(readers, (mirror, source), strict=True)]
+    assert [result.way for result in results] == ["shared memory", "shared memory"]
+    for lender, reader in zip((mirror, source), readers, strict=True):
+        lender.end_streams()
+        assert reader._lease is not None
+        assert next(reader._lease, None) is None
+    for number in range(1, 6):
+        source.publish(number, versions[number].items(), run=RUN)
+        private.publish(number, versions[number].items(), run=RUN)
+        # Everything goes to new memory.
+        mirror.reset()
+        assert_equal(pull(mirror, private, number, versions[number]).weight_set, versions[number])
+        for result in results:
+            result.verify()
+    for each in (mirror, *readers, private):
+        each.close()
+
+
 def test_a_source_may_wait_for_a_version(source: WeightSource, mirror: WeightMirror) -> None:
     before, after = published(source)
     child = WeightMirror(num_threads=1, shares=False)
