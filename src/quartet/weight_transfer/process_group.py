@@ -7,16 +7,14 @@ random name: a member that is late cannot join the next one.
 
 from __future__ import annotations
 
-import hmac
 import json
-import selectors
 import socket
 import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -28,6 +26,7 @@ import structlog
 
 from quartet.config.root import Config
 from quartet.errors import ServiceUnavailable
+from quartet.weight_transfer.arrivals import HELLO, NAME_BYTES, arrivals
 from quartet.weight_transfer.messages import GroupBackend, RankSlices, WeightGroup
 from quartet.weight_transfer.tensors import Bytes
 
@@ -37,15 +36,11 @@ DEPTH = 4
 """Messages in progress between two members. More would need more memory on GPUs, and are not faster."""
 TRAINER, RECEIVER = 0, 1
 """Ranks in a group of two."""
-NAME_BYTES = 32
-"""Length of the name of a transfer."""
-MAX_WAITING = 128
-"""Connections that have not said which rank they are. Beyond it, the oldest one is closed."""
-WAKE_SECONDS = 0.1
-"""A receiver that waits for ranks checks so often whether those that have come have failed."""
+MAX_SENDS = 64
+"""Transfers of one rank at a time. Beyond it, receivers get chunks."""
 MAX_VALUE_BYTES = 2**16
 """Maximum size of what two members tell each other to connect."""
-_HELLO, _LENGTHS, _DONE = struct.Struct(f"<{NAME_BYTES}sI"), struct.Struct("<II"), b"\1"
+_LENGTHS, _DONE = struct.Struct("<II"), b"\1"
 
 log = structlog.get_logger()
 
@@ -222,7 +217,7 @@ def send_slices(settings: GroupSettings, group: WeightGroup, rank: int, parts: S
     """
     connection = socket.create_connection((group.host, group.port), settings.timeout)
     try:
-        connection.sendall(_HELLO.pack(group.name.encode(), rank))
+        connection.sendall(HELLO.pack(group.name.encode(), rank))
         member = _Member(settings, connection, TRAINER)
     except BaseException:
         connection.close()
@@ -269,7 +264,9 @@ class Meeting:
         missing, threads = {number for number, slices in enumerate(ranks) if slices.tensors}, []
         limit = time.monotonic() + self._settings.before(deadline).timeout
         try:
-            for rank, connection in self._arrivals(missing, limit, lambda: bool(transfer.errors)):
+            for rank, connection in arrivals(
+                self._listener, self.group.name, missing, limit, lambda: bool(transfer.errors)
+            ):
                 threads.append(threading.Thread(target=transfer.run, args=(rank, connection), name="weight receiver"))
                 threads[-1].start()
         except OSError as error:
@@ -279,72 +276,6 @@ class Meeting:
         if transfer.errors:
             raise GroupFailed("; ".join(transfer.errors))
         return transfer.received
-
-    def _arrivals(
-        self, missing: set[int], limit: float, failed: Callable[[], bool]
-    ) -> Iterator[tuple[int, socket.socket]]:
-        """Yield each missing rank that connects, and its connection. Any other process that connects costs no time.
-
-        Raises OSError, also after ``limit``.
-        """
-        waiting: dict[socket.socket, bytearray] = {}
-        self._listener.setblocking(False)
-        with ExitStack() as stack:
-            selector = stack.enter_context(selectors.DefaultSelector())
-            selector.register(self._listener, selectors.EVENT_READ)
-
-            @stack.callback
-            def close_waiting() -> None:
-                for each in waiting:
-                    each.close()
-
-            def drop(connection: socket.socket) -> None:
-                selector.unregister(connection)
-                del waiting[connection]
-
-            while missing and not failed():
-                remaining = limit - time.monotonic()
-                if remaining <= 0:
-                    raise TimeoutError("timed out")
-                for key, _ in selector.select(min(remaining, WAKE_SECONDS)):
-                    connection = cast(socket.socket, key.fileobj)
-                    if connection is self._listener:
-                        with suppress(BlockingIOError, ConnectionAbortedError):
-                            connection = self._listener.accept()[0]
-                            connection.setblocking(False)
-                            waiting[connection] = bytearray()
-                            selector.register(connection, selectors.EVENT_READ)
-                        continue
-                    if connection not in waiting:
-                        continue
-                    hello = waiting[connection]
-                    try:
-                        part = connection.recv(_HELLO.size - len(hello))
-                    except BlockingIOError:
-                        continue
-                    except OSError:
-                        part = b""
-                    hello += part
-                    if part and len(hello) < _HELLO.size:
-                        continue
-                    drop(connection)
-                    rank = self._rank_of(bytes(hello), missing)
-                    if rank is None:
-                        connection.close()
-                        continue
-                    missing.remove(rank)
-                    yield rank, connection
-                while len(waiting) > MAX_WAITING:
-                    oldest = next(iter(waiting))
-                    drop(oldest)
-                    oldest.close()
-
-    def _rank_of(self, hello: bytes, missing: Collection[int]) -> int | None:
-        """Return the rank that has connected; None for any other process."""
-        if len(hello) != _HELLO.size:
-            return None
-        name, rank = _HELLO.unpack(hello)
-        return rank if hmac.compare_digest(name, self.group.name.encode()) and rank in missing else None
 
     def close(self) -> None:
         """Stop listening."""
@@ -420,16 +351,21 @@ class GroupSenders:
         # Commands to each rank so far.
         self._counts = Counter[int]()
         self._lock = threading.Lock()
+        self._free = threading.Semaphore(MAX_SENDS)
 
-    def start(self, group: WeightGroup, own: Sequence[Bytes], others: Sequence[Sequence[tuple[int, int, int]]]) -> None:
-        """Let all ranks send: rank 0 its ``own`` slices, the ``others`` theirs, each as region, offset and size."""
-        if own:
-            self._send(group, own)
+    def start(self, group: WeightGroup, own: Sequence[Bytes], others: Sequence[Sequence[tuple[int, int, int]]]) -> bool:
+        """Let all ranks send: rank 0 its ``own`` slices, the ``others`` theirs, each as region, offset and size.
+
+        Return False if rank 0 has too many transfers. Then no rank sends.
+        """
+        if own and not self._send(group, own):
+            return False
         with self._lock:
             for rank, places in enumerate(others, 1):
                 if places:
                     target = [group.backend, group.port, group.name, group.host]
                     self._command(rank, {"group": target, "places": places})
+        return True
 
     def _command(self, rank: int, command: dict[str, Any]) -> None:
         assert self._store is not None
@@ -462,14 +398,24 @@ class GroupSenders:
             with suppress(KeyError):
                 self._send(WeightGroup(*command["group"]), [memory(*place) for place in command["places"]])
 
-    def _send(self, group: WeightGroup, parts: Sequence[Bytes]) -> None:
+    def _send(self, group: WeightGroup, parts: Sequence[Bytes]) -> bool:
+        """Send on another thread. Return False if there are too many."""
+        if not self._free.acquire(blocking=False):
+            log.info(
+                "weights not sent through a process group", rank=self._rank, reason=f"it has {MAX_SENDS} transfers"
+            )
+            return False
+
         def run() -> None:
             try:
                 send_slices(self.settings, group, self._rank, parts)
             except Exception as error:  # torch raises several classes. The receiver says what it does then.
                 log.info("weights not sent through a process group", rank=self._rank, reason=first_line(error))
+            finally:
+                self._free.release()
 
         threading.Thread(target=run, name="weight sender", daemon=True).start()
+        return True
 
 
 def _key(rank: int, number: int) -> str:

@@ -318,7 +318,9 @@ class WeightSource(WeightStore):
                 region, offset = self._slice_writer.place(memories[index])
                 places.append((region, offset + begin, end - begin))
             others.append(places)
-        senders.start(group, own, others)
+        if not senders.start(group, own, others):
+            yield from self._send(manifest, memories, None)
+            return
         yield replace(manifest, data_bytes=0, ranks=tuple(ranks))
         with self._state:
             while not cancelled() and not self._closed:
