@@ -412,11 +412,12 @@ class WeightSource(WeightStore):
             self._place(changed)
             if any(tensor.memory is None or tensor.memory.region is None for tensor in changed):
                 raise _NotSliced
+            written = frozenset(changed)
             again = [
-                (tensor.memory, True) if tensor in changed and tensor.memory is not None else None for tensor in tensors
+                (tensor.memory, True) if tensor in written and tensor.memory is not None else None for tensor in tensors
             ]
             for tensor, report in zip(tensors, writer.lead(slices, again), strict=True):
-                if tensor in changed:
+                if tensor in written:
                     tensor.digest = joined_digest(tensor.layout.dtype, tensor.layout.shape, report.blocks)
         for tensor in tensors:
             if not tensor.is_changed and tensor.before is not None:
