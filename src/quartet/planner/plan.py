@@ -213,7 +213,8 @@ def _phases(cluster: Cluster, load: Workload, placed: Placed) -> list[Phase]:
 def _weights(cluster: Cluster, load: Workload, placed: Placed, work: RoleWork) -> Seconds:
     """Return the time from a trained policy to loaded generators, those on another node than the actor if there are any."""
     size = FLOAT32_BYTES * work.trained if work.is_lora else work.parameters * work.dtype_bytes
-    way = "shared memory" if cluster.nodes == 1 else "gRPC" if load.process_group == "none" else load.process_group
+    shares = cluster.nodes == 1 and load.shares_weights
+    way = "shared memory" if shares else "gRPC" if load.process_group == "none" else load.process_group
     seconds = size / PUBLISH_RATE + size / WEIGHT_RATES["shared memory" if way == "nccl" else way]
     network = size / (cluster.link(cluster.total) * efficiency_of(cluster.device).link)
     if any(each.role is Role.ACTOR and each.group.size > cluster.per_node for each in placed.placements):

@@ -72,6 +72,7 @@ class Workload:
     engine: str
     off_policy: int
     process_group: str = "none"
+    shares_weights: bool = True
     remote: tuple[str, ...] = ()
 
     @property
@@ -140,6 +141,7 @@ def read_workload(
         engine=config.rollout.engine,
         off_policy=config.rollout.max_off_policy_steps,
         process_group=config.rollout.process_group,
+        shares_weights=config.rollout.share_weights,
         remote=tuple(dict.fromkeys(remote)),
     )
 

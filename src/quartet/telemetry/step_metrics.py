@@ -438,7 +438,7 @@ STEP_METRICS = (
         "transfers",
         "Transfers of the policy's weights to generators for this step, by the way NAME.",
         "one for each generator, by the fastest way that it has",
-        "full in place of delta: generators were restarted or have missed versions",
+        "full or delta on the actor's machine: its memory is not shared, and the log of the generator says why",
     ),
     metric(
         "weights_exposed_seconds",

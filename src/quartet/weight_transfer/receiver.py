@@ -155,8 +155,10 @@ class WeightMirror(LinkedStore):
                     # By shared memory, through a process group, as a delta, as everything.
                     for _ in range(4):
                         speed = self.speeds[source.address]
-                        wants_delta = delta and self._run == run and speed.prefers_delta()
-                        have = self._versions[-1] if self._versions and wants_delta else None
+                        held = self._versions[-1] if self._versions and delta and self._run == run else None
+                        # Of weights with an adapter, only the adapter changes: a delta has a small part of everything.
+                        is_small = held is not None and held.adapter is not None
+                        have = held if is_small or speed.prefers_delta() else None
                         request = WeightsRequest(
                             run,
                             version,
@@ -168,7 +170,7 @@ class WeightMirror(LinkedStore):
                         )
                         began = time.perf_counter()
                         try:
-                            pulled = self._pull(source, request, deadline, start, grouped)
+                            pulled = self._pull(source, request, deadline, start, grouped and not is_small)
                             # A source that waits for the version itself says nothing about the link.
                             if (
                                 pulled.way in ("full", "delta")

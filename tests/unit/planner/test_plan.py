@@ -401,6 +401,13 @@ def test_weights_for_another_node_take_the_way_of_the_config(way: str, seconds: 
     assert float(line[2]) == pytest.approx(seconds, rel=2e-3)
 
 
+def test_weights_that_are_not_shared_go_over_grpc_on_one_node() -> None:
+    settings = ("--gpus", "8xH100-80GB", "--set", "rollout.share_weights=false")
+    printed = run(str(EXAMPLES / "qwen2.5-7b.yaml"), *settings)
+    [line] = [line.split() for line in printed.splitlines() if line.startswith(" weights ")]
+    assert line[3:] == ["gRPC"]
+
+
 def test_a_hybrid_model_has_a_plan_with_the_state_of_a_sequence(make_config: Any, tmp_path: Path) -> None:
     (tmp_path / "lfm2").mkdir()
     kinds = {

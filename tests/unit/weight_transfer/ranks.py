@@ -14,7 +14,7 @@ from quartet.weight_transfer.messages import TensorLayout
 from quartet.weight_transfer.process_group import GroupSenders, GroupSettings
 from quartet.weight_transfer.slices import SliceWriter, TensorSlice
 from quartet.weight_transfer.source import WeightSource
-from quartet.weight_transfer.tensors import ITEM_BYTES, HostTensor
+from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, HostTensor
 from tests.waiting import LIMIT
 
 
@@ -97,13 +97,14 @@ class Trainer:
         tensors: Mapping[str, HostTensor],
         run: str = "",
         slices: list[list[TensorSlice]] | None = None,
+        adapter: AdapterSettings | None = None,
     ) -> list[Any]:
         """Publish a version. Return what each rank returned or raised."""
         own, *others = self.slices(tensors) if slices is None else slices
         calls = [
             self._threads.submit(writer.follow, part) for writer, part in zip(self.writers[1:], others, strict=True)
         ]
-        calls.insert(0, self._threads.submit(self.source.publish_slices, version, own, None, run))
+        calls.insert(0, self._threads.submit(self.source.publish_slices, version, own, adapter, run))
         return [call.exception(LIMIT) or call.result() for call in calls]
 
     def close(self) -> None:

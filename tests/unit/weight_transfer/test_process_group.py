@@ -23,7 +23,7 @@ from quartet.weight_transfer.messages import Manifest, RankSlices
 from quartet.weight_transfer.process_group import GroupFailed, GroupSettings, Meeting, send_slices
 from quartet.weight_transfer.receiver import PulledWeights, WeightMirror
 from quartet.weight_transfer.source import WeightSource
-from quartet.weight_transfer.tensors import Bytes
+from quartet.weight_transfer.tensors import AdapterSettings, Bytes
 from tests.unit.weight_transfer.ranks import Trainer
 from tests.unit.weight_transfer.samples import (
     RUN,
@@ -94,6 +94,18 @@ def test_every_receiver_gets_the_bits_of_every_version(
                 assert result.changed == tensors.keys()
     # A receiver has a copy, which it passes on.
     assert pull(make_mirror(None), mirrors[0], 2, tensors).way == "full"
+
+
+def test_an_adapter_alone_comes_as_a_delta(
+    make_trainer: Callable[..., Trainer], make_mirror: Callable[..., WeightMirror]
+) -> None:
+    trainer, mirror, ways = make_trainer(2), make_mirror(), []
+    for number, tensors in enumerate(history(3)):
+        trainer.publish(number, tensors, RUN, adapter=AdapterSettings(4, 8.0, ("proj",)))
+        result = pull(mirror, trainer.source, number, tensors)
+        assert_equal(result.weight_set, tensors)
+        ways.append(result.way)
+    assert ways == ["process group", "delta", "delta"]
 
 
 def test_each_rank_sends_what_it_has_written(
