@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from benchmarks import machine, page
-from benchmarks.options import add_shared, page_of, parser_of, positive
+from benchmarks import machine
+from benchmarks.options import add_shared, parser_of, positive, publish
 from benchmarks.transport import best, experience_of
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
@@ -83,10 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "streams": [asdict(each) for each in rounds],
         "experience": [asdict(each) for each in sealed],
     }
-    (options.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    text = table(rounds, sealed, host)
-    print(text)
-    page.write(page_of(parser, options), "buffer", text)
+    publish(parser, options, results, table(rounds, sealed, host))
     return 0 if max(each.rate for each in rounds) >= LIMIT else 1
 
 

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, page
-from benchmarks.options import add_shared, page_of, parser_of, positive
+from benchmarks import machine
+from benchmarks.options import add_shared, parser_of, positive, publish
 from quartet.config.loading import load_config
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
@@ -67,10 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     report = {"machine": host, "results": [asdict(each) for each in results]}
-    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(results, options.steps, host)
-    print(text)
-    page.write(page_of(parser, options), "exposed_weights", text)
+    publish(parser, options, report, table(results, options.steps, host))
     return 0
 
 

@@ -6,7 +6,6 @@ calls takes LIMIT or longer.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -17,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks import machine, page
-from benchmarks.options import add_shared, page_of, parser_of, positive
+from benchmarks import machine
+from benchmarks.options import add_shared, parser_of, positive, publish
 from quartet.ppo.gae import generalized_advantages
 
 LIMIT = 0.05
@@ -50,12 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # As in the orchestrator.
     host = machine.describe()
     results = [measure(kind, lengths_of(kind, options.tokens), options.rounds) for kind in KINDS]
-    options.folder.mkdir(parents=True, exist_ok=True)
     report = {"machine": host, "results": [asdict(result) for result in results]}
-    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(results, host)
-    print(text)
-    page.write(page_of(parser, options), "gae", text)
+    publish(parser, options, report, table(results, host))
     return 0 if all(min(result.seconds) < LIMIT * options.tokens / 1e6 for result in results) else 1
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from benchmarks import machine, page
-from benchmarks.options import add_shared, page_of, parser_of, positive
+from benchmarks import machine
+from benchmarks.options import add_shared, parser_of, positive, publish
 from quartet.config.loading import load_config
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
@@ -96,10 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     report = {"machine": host, "results": [asdict(result) for result in results]}
-    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(results, host)
-    print(text)
-    page.write(page_of(parser, options), "groups", text)
+    publish(parser, options, report, table(results, host))
     return 0 if all(all(result.repeats.values()) for result in results) else 1
 
 

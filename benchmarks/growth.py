@@ -9,7 +9,6 @@ docs/evidence/performance.md.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import statistics
 import sys
@@ -22,8 +21,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import machine, page
-from benchmarks.options import add_shared, page_of, parser_of
+from benchmarks import machine
+from benchmarks.options import add_shared, parser_of, publish
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
 from quartet.contract.arrays import FloatArray
@@ -91,15 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     host = machine.describe()
     results = {axis: [measure(point, options.rounds) for point in points] for axis, points in AXES.items()}
-    options.folder.mkdir(parents=True, exist_ok=True)
     report = {
         "machine": host,
         "results": {axis: [asdict(result) for result in measured] for axis, measured in results.items()},
     }
-    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = tables(results, host, options.threads)
-    print(text)
-    page.write(page_of(parser, options), "growth", text)
+    publish(parser, options, report, tables(results, host, options.threads))
     return 0
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from benchmarks import page
 
 PERFORMANCE = Path("docs/evidence/performance.md")
 NOT_MEASURED = frozenset({"folder", "page"})
@@ -73,3 +78,11 @@ def page_of(
         file=sys.stderr,
     )
     return None
+
+
+def publish(parser: argparse.ArgumentParser, options: argparse.Namespace, report: Mapping[str, Any], text: str) -> None:
+    """Write ``report`` to results.json in the folder of the results, print ``text``, and write it into its page."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(text)
+    page.write(page_of(parser, options), parser.prog.rpartition(" ")[2], text)

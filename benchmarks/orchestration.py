@@ -27,8 +27,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks import machine, page
-from benchmarks.options import add_shared, page_of, parser_of, positive
+from benchmarks import machine
+from benchmarks.options import add_shared, parser_of, positive, publish
 from benchmarks.simulated import VOCABULARY, Times, replicas, response_lengths
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.config.loading import parse_config
@@ -137,10 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     report = {"machine": host, "stated": asdict(STATED), "results": [asdict(result) for result in results]}
-    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(results, host)
-    print(text)
-    page.write(page_of(parser, options), "orchestration", text)
+    publish(parser, options, report, table(results, host))
     limited = [result for result in results if result.case.replicas in LIMITED or result.case.generators]
     return 0 if all(result.best.ratio <= LIMIT for result in limited) else 1
 

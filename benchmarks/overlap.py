@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine, page
-from benchmarks.options import add_shared, page_of, parser_of, positive
+from benchmarks import machine
+from benchmarks.options import add_shared, parser_of, positive, publish
 from benchmarks.orchestration import MAX_RESPONSE, PROMPT, SCORE_BATCH, SEED, critical_path, train
 from benchmarks.simulated import Times, response_lengths
 from quartet.contract.random_streams import prompt_order
@@ -78,10 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     report = {"machine": host, "stated": asdict(STATED), "results": [asdict(result) for result in results]}
-    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = f"{table(results, host)}\n\n```\n{drawing(results)}\n```"
-    print(text)
-    page.write(page_of(parser, options), "overlap", text)
+    publish(parser, options, report, f"{table(results, host)}\n\n```\n{drawing(results)}\n```")
     return 0
 
 

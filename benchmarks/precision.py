@@ -7,7 +7,6 @@ bfloat16 weights, and of the bfloat16 weights. Writes the results below build/ a
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -17,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine, page, random_models
+from benchmarks import machine, random_models
 from benchmarks.generation import read_prompts
-from benchmarks.options import add_shared, page_of, parser_of
+from benchmarks.options import add_shared, parser_of, publish
 from benchmarks.update import RepeatableUpdate, matmul_peak, policy_update_of
 from quartet.config.loading import load_config
 from quartet.config.root import Config
@@ -89,17 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     peaks = {dtype: matmul_peak("cpu", dtype) for dtype in DTYPES}
-    options.folder.mkdir(parents=True, exist_ok=True)
     report = {
         "machine": host,
         "peaks": peaks,
         "results": [asdict(result) for result in results],
         "weight_changes": [asdict(change) for change in changes],
     }
-    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(results, changes, peaks, options.threads, host)
-    print(text)
-    page.write(page_of(parser, options), "precision", text)
+    publish(parser, options, report, table(results, changes, peaks, options.threads, host))
     return 0
 
 

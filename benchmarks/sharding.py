@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, page, random_models
-from benchmarks.options import add_shared, page_of, parser_of, positive
+from benchmarks import machine, random_models
+from benchmarks.options import add_shared, parser_of, positive, publish
 
 SIZES = (1, 2, 4)
 MEBIBYTE = 2**20
@@ -44,10 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for size, offload in cases:
             runs[size, offload].append(run_group(model, options.updates, size, offload))
     results = [{"size": size, "offload": offload, "rounds": rounds} for (size, offload), rounds in runs.items()]
-    (options.folder / "results.json").write_text(json.dumps({"machine": host, "results": results}, indent=1) + "\n")
-    text = table(results, host)
-    print(text)
-    page.write(page_of(parser, options), "sharding", text)
+    publish(parser, options, {"machine": host, "results": results}, table(results, host))
     return 0
 
 

@@ -7,7 +7,6 @@ share counts once. Linux only.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -22,8 +21,8 @@ from pathlib import Path
 import psutil
 import yaml
 
-from benchmarks import machine, page
-from benchmarks.options import add_shared, page_of, parser_of
+from benchmarks import machine
+from benchmarks.options import add_shared, parser_of, publish
 from benchmarks.soak import RECIPE
 from quartet.demo.toy_task import make_toy_task
 from quartet.system.child_processes import tied_to_parent
@@ -60,12 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = [
             measure(name, command, Path(folder)) for _ in range(options.rounds) for name, command in commands.items()
         ]
-    options.folder.mkdir(parents=True, exist_ok=True)
     report = {"machine": host, "results": [asdict(result) for result in results]}
-    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(results, host)
-    print(text)
-    page.write(page_of(parser, options), "startup", text)
+    publish(parser, options, report, table(results, host))
     return 0
 
 

@@ -7,7 +7,6 @@ the table into docs/evidence/performance.md. The exit status is 1 if the codec i
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +14,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from benchmarks import machine, page
-from benchmarks.options import add_shared, page_of, parser_of
+from benchmarks import machine
+from benchmarks.options import add_shared, parser_of, publish
 from benchmarks.simulated import replicas
 from quartet.codec.experience import decode_experience, encode_experience
 from quartet.codec.messages import from_message, to_message
@@ -81,17 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ][::-1]
     rates += [experience_rate(tokens, options.rounds) for tokens in EXPERIENCES]
     calls, calls_per_second = rpc(options.rounds)
-    options.folder.mkdir(parents=True, exist_ok=True)
     report = {
         "machine": host,
         "codec": [asdict(rate) for rate in rates],
         "rpc": [asdict(call) for call in calls],
         "calls_per_second": calls_per_second,
     }
-    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(rates, calls, calls_per_second, host)
-    print(text)
-    page.write(page_of(parser, options), "transport", text)
+    publish(parser, options, report, table(rates, calls, calls_per_second, host))
     return 0 if all(rate.slower >= LIMIT for rate in rates if counts(rate)) else 1
 
 

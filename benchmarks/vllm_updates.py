@@ -1,9 +1,9 @@
 """Seconds of a weight update of vLLM: from the actor's memory into vLLM's processes, and with all digests read back.
 
 python -m benchmarks.vllm_updates [--layers N] [--rounds N] [--ranks N] needs an environment with vLLM (`make engines` installs
-one for CPUs: build/vllm-venv/bin/python). The actor is a process of its own with bfloat16 weights of the shapes of Qwen2.5-0.5B,
-of which every element changes between two versions. Prints medians as JSON: of ``load``, which ends when
-vLLM has the weights, with its CPU seconds, and of ``update``, from the pull until they are read back.
+one for CPUs: build/vllm-venv/bin/python). A second process is the actor. Its bfloat16 weights have the shapes of Qwen2.5-0.5B,
+and every element changes from version to version. Prints medians as JSON: ``load`` until vLLM has the weights, with its CPU
+seconds, and ``update`` from the pull until they are read back.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ digest of what they hold. All are processes of one machine; gloo and gRPC use lo
 
 from __future__ import annotations
 
-import json
 import socket
 import statistics
 import sys
@@ -25,8 +24,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks import machine, page
-from benchmarks.options import add_shared, page_of, parser_of
+from benchmarks import machine
+from benchmarks.options import add_shared, parser_of, publish
 from benchmarks.weights import RUN, TIMEOUT, Remote, WeightRole, obey, shapes
 from quartet.contract.status import Role
 from quartet.models.weights.host_tensors import complete_tensors, host_tensor, load_tensors
@@ -59,7 +58,7 @@ GROUP = GroupSettings("gloo", 60.0)
 
 @dataclass(frozen=True)
 class Memory:
-    """Peaks of a process in bytes: ``private`` of its own, beyond that at the start; ``shared``: of segments it has touched."""
+    """Peaks of a process in bytes: growth of ``private`` memory since ``Peaks.start``, and ``shared`` memory that it touched."""
 
     private: int
     shared: int
@@ -214,12 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     host = machine.describe()
     results = [measure(*case, options.rounds) for case in CASES]
-    options.folder.mkdir(parents=True, exist_ok=True)
     report = {"machine": host, "results": [asdict(each) for each in results]}
-    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(results, host)
-    print(text)
-    page.write(page_of(parser, options), "weight_ranks", text)
+    publish(parser, options, report, table(results, host))
     return 0
 
 

@@ -8,7 +8,6 @@ The limit is a plain copy of the same bytes from private to shared memory, by on
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import statistics
@@ -23,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import machine, page
-from benchmarks.options import add_shared, page_of, parser_of
+from benchmarks import machine
+from benchmarks.options import add_shared, parser_of, publish
 from benchmarks.weights import RUN, TIMEOUT, Remote, WeightRole, obey, shapes
 from quartet.contract.status import Role
 from quartet.models.weights.host_tensors import load_tensors
@@ -76,12 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     host = machine.describe()
     results = [measure(*case, options.rounds) for case in CASES]
-    options.folder.mkdir(parents=True, exist_ok=True)
     report = {"machine": host, "results": [asdict(each) for each in results]}
-    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(results, host)
-    print(text)
-    page.write(page_of(parser, options), "weight_ways", text)
+    publish(parser, options, report, table(results, host))
     return 0
 
 

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import structlog
 
-from benchmarks import machine, page
-from benchmarks.options import add_shared, page_of, parser_of, positive
+from benchmarks import machine
+from benchmarks.options import add_shared, parser_of, positive, publish
 from quartet.contract.arrays import FloatArray
 from quartet.contract.status import Role, ServiceStatus
 from quartet.rpc.base_servicers import WeightServicer
@@ -94,16 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *transfers_of("F32", shapes(layers=6), (1e-6,), options.rounds),
     ]
     distributions = distribute(options.rounds)
-    options.folder.mkdir(parents=True, exist_ok=True)
     report = {
         "machine": host,
         "transfers": [asdict(each) for each in transfers],
         "distributions": [asdict(each) for each in distributions],
     }
-    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(transfers, distributions, host)
-    print(text)
-    page.write(page_of(parser, options), "weights", text)
+    publish(parser, options, report, table(transfers, distributions, host))
     return 0
 
 
@@ -305,7 +301,7 @@ class Remote:
     """A server process. ``first``: the value that it prints at its start."""
 
     def __init__(self, stack: ExitStack, *options: str, module: str = "benchmarks.weights", waits: bool = True) -> None:
-        """``waits``: receive ``first``. Otherwise it is None, and the next ``receive`` returns it."""
+        """``waits``: wait for the first line. With False, ``first`` is None, and the caller reads it with ``receive``."""
         command = tied_to_parent([sys.executable, "-m", module, "serve", *options])
         self._process = stack.enter_context(
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -35,7 +35,8 @@ def _cell(text: str) -> str:
 
 def metrics() -> str:
     """Return the page of all metrics: those of the run's files and those for Prometheus."""
-    from quartet.telemetry.step_metrics import EVALUATION_METRICS, STEP_METRICS
+    from quartet.telemetry.evaluation_metrics import EVALUATION_METRICS
+    from quartet.telemetry.step_metrics import STEP_METRICS
 
     lines = [
         "# Metrics",

@@ -20,7 +20,8 @@ from quartet.config.loading import parse_config
 from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES, Aggregation
 from quartet.config.root import Config
 from quartet.errors import ConfigError
-from quartet.telemetry.step_metrics import EVALUATION_METRICS, STEP_METRICS
+from quartet.telemetry.evaluation_metrics import EVALUATION_METRICS
+from quartet.telemetry.step_metrics import STEP_METRICS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

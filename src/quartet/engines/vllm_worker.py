@@ -1,7 +1,7 @@
 """Part of Quartet that runs in vLLM's worker processes: it reads weights back. Needs torch and vLLM.
 
 Only vLLM imports this module, by the name in ``worker_extension_cls``. Arguments and results are plain strings: vLLM sends them
-without pickle. ``vllm_transfer`` has the part that loads weights.
+without pickle. ``vllm_transfer`` loads weights.
 """
 
 from __future__ import annotations

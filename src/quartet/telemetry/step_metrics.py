@@ -1,7 +1,7 @@
-"""The metrics of a step and of an evaluation: name, unit, chart, meaning, and how to read the curve.
+"""The metrics of a step: name, unit, chart, meaning, and how to read the curve.
 
-The REST API serves this table to the dashboard. docs/reference/metrics.md, the help of Prometheus, the report and the command
-line read it. A test compares the names with those that the code writes.
+The REST API serves this table, with that of evaluations, to the dashboard. docs/reference/metrics.md, the help of Prometheus, the
+report and the command line read it. A test compares the names with those that the code writes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from quartet.telemetry.evaluation_metrics import EVALUATION_METRICS
 from quartet.telemetry.metric_definition import CHART_CURVES, MetricDefinition, metric
 
 STEP_METRICS = (
@@ -450,47 +451,6 @@ STEP_METRICS = (
     ),
 )
 """Metrics of metrics.jsonl. Those of critic, scores, episodes and generators in separate processes are absent without them."""
-
-EVALUATION_METRICS = (
-    *(
-        metric(
-            f"eval_reward_{kind}",
-            "reward",
-            f"Mean score of {kind} responses to the validation prompts.",
-            "rises with reward_mean",
-            "stays while reward_mean rises: the prompts are memorised",
-        )
-        for kind in ("greedy", "sampled")
-    ),
-    metric("eval_kl", "nats per response", "KL of the sampled responses.", "as kl_mean", "far above kl_mean"),
-    metric("eval_tokens_greedy", "tokens", "Mean tokens per greedy response.", "steady", "rises with the reward"),
-    metric("eval_tokens_sampled", "tokens", "Mean tokens per sampled response.", "steady", "rises with the reward"),
-    metric(
-        "eval_eos_rate",
-        "share of responses",
-        "Share of sampled responses that end before a limit of tokens or turns.",
-        "near 1",
-        "falls",
-    ),
-    *(
-        metric(
-            f"eval_win_rate_{kind}",
-            "share of prompts",
-            f"Share of prompts on which the {kind} response scores above the initial policy's. A tie counts half.",
-            "rises from 0.5",
-            "stays while the reward rises: a few prompts carry the mean",
-        )
-        for kind in ("greedy", "sampled")
-    ),
-    metric(
-        "eval_judge_win_rate",
-        "share of prompts",
-        "Mean verdict of evaluation.judge against the initial policy.",
-        "rises with the win rates",
-        "diverges from them: the reward is being exploited",
-    ),
-)
-"""Metrics of evaluations.jsonl."""
 
 METRICS = {definition.name: definition for definition in (*STEP_METRICS, *EVALUATION_METRICS)}
 """All metrics by name."""

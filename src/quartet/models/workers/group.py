@@ -189,31 +189,29 @@ class WorkerGroup(Workers):
 
     def send(self, kind: int, succeeded: bool, data: bytes) -> None:
         """Send a command to the other ranks, which wait in ``receive``."""
-        header = torch.tensor([kind, succeeded, len(data)], dtype=torch.int64)
-        dist.broadcast(header, 0)
-        if data:
-            dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
+        self._broadcast(data, kind, succeeded)
 
     def receive(self) -> tuple[int, bool, bytes]:
         """Wait for a command of rank 0: its kind, whether rank 0 succeeded in the command before it, and the data."""
-        header = torch.empty(3, dtype=torch.int64)
-        dist.broadcast(header, 0)
-        kind, succeeded, length = header.tolist()
-        data = torch.empty(length, dtype=torch.uint8)
-        if length:
-            dist.broadcast(data, 0)
-        return kind, bool(succeeded), data.numpy().tobytes()
+        (kind, succeeded), data = self._broadcast(b"", 0, 0)
+        return kind, bool(succeeded), data
 
     def broadcast(self, data: bytes) -> bytes:
         """Return the data of rank 0."""
         self.progress.mark()
-        length = torch.tensor([len(data)], dtype=torch.int64)
-        dist.broadcast(length, 0)
-        values = torch.empty(int(length), dtype=torch.uint8)
-        if self.rank == 0:
-            values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(values, 0)
-        return values.numpy().tobytes()
+        return self._broadcast(data)[1]
+
+    def _broadcast(self, data: bytes, *numbers: int) -> tuple[list[int], bytes]:
+        """Return the numbers and data of rank 0. All ranks give equally many numbers."""
+        header = torch.tensor([*numbers, len(data)], dtype=torch.int64)
+        dist.broadcast(header, 0)
+        *numbers_of_0, length = header.tolist()
+        values = torch.empty(length, dtype=torch.uint8)
+        if length:
+            if self.rank == 0:
+                values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            dist.broadcast(values, 0)
+        return numbers_of_0, values.numpy().tobytes()
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return the data of every rank on rank 0, on the others nothing."""
