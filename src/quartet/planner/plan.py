@@ -33,7 +33,7 @@ from quartet.planner.workload import RoleWork, Workload, read_workload
 
 PUBLISH_RATE = 9.5e9
 """Bytes/s at which an actor copies a version to the memory of its host and hashes it, on two cores."""
-WEIGHT_RATES = {"shared memory": 8.9e9, "gRPC": 1.1e9, "gloo": 0.7e9}
+WEIGHT_RATES = {"shared memory": 8.9e9, "gRPC": 1.1e9, "gloo": 1e9}
 """Bytes/s from a published version to one generator that has loaded and hashed it, by way, on two cores. docs/plan.md has the
 sources."""
 GROUP_COST = 0.02
