@@ -6,7 +6,7 @@ transformers parses them, by the response template of the tokenizer, or by that 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,9 +101,13 @@ class AssistantAnswer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How the answers of a policy are written: a response template of transformers. ``is_own``: it is the tokenizer's."""
+    """How the answers of a policy are written: a response template of transformers, and ``parse_response`` of its tokenizer.
+
+    ``is_own``: the template is the tokenizer's.
+    """
 
     template: Mapping[str, Any]
+    parse: Callable[..., Any]
     is_own: bool = False
 
 
@@ -114,25 +118,24 @@ def answer_format(tokenizer: Any, chat_template: str | None = None) -> AnswerFor
     and there are no tool calls. Raises ModelError for a response template that transformers refuses.
     """
     if own := getattr(tokenizer, "response_template", None):
-        from transformers.utils.chat_parsing import parse_response
-
         try:
-            parse_response("", own, prefix="")
+            tokenizer.parse_response("", own, prefix="")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"response_template of the tokenizer: {error}; repair or remove it") from None
-        return AnswerFormat(own, is_own=True)
+        return AnswerFormat(own, tokenizer.parse_response, is_own=True)
     template = chat_template or getattr(tokenizer, "chat_template", None) or ""
     # A tokenizer may have several, by name.
     text = "\n".join(template.values()) if isinstance(template, dict) else template
     for marker, tool_calls, reasoning in _FAMILIES:
         if marker in text:
-            return _format({"tool_calls": tool_calls, "reasoning_content": reasoning})
-    return _format({"reasoning_content": _THINK})
+            return _format(tokenizer, {"tool_calls": tool_calls, "reasoning_content": reasoning})
+    return _format(tokenizer, {"reasoning_content": _THINK})
 
 
-def _format(fields: dict[str, Any]) -> AnswerFormat:
+def _format(tokenizer: Any, fields: dict[str, Any]) -> AnswerFormat:
     content = {"repeats": True, "content_args": {"strip": False}}
-    return AnswerFormat({"start_anchor": _NO_ANCHOR, "fields": {**fields, "content": content}})
+    template = {"start_anchor": _NO_ANCHOR, "fields": {**fields, "content": content}}
+    return AnswerFormat(template, tokenizer.parse_response)
 
 
 def parse_answer(
@@ -143,13 +146,11 @@ def parse_answer(
     ``prompt``: the text before it, which may open the reasoning. Without ``tools``, JSON schemas as for the chat template, no
     tool is called. A call that cannot be parsed, such as one that was cut off, is content.
     """
-    from transformers.utils.chat_parsing import parse_response
-
     fields = {name: each for name, each in format.template["fields"].items() if tools or name != "tool_calls"}
     template = {**format.template, "fields": fields}
     prefix = prompt if format.is_own else _opening(prompt, fields)
     try:
-        parsed = parse_response(text, template, prefix=prefix, tools=[dict(tool) for tool in tools] or None)
+        parsed = format.parse(text, template, prefix=prefix, tools=list(tools) or None)
         calls = tuple(_calls(parsed.get("tool_calls") or []))
     except (ValueError, KeyError, TypeError, RecursionError):
         # The policy has written no valid call. Its reasoning may still be separated.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from quartet.data.assistant_messages import (
     AnswerFormat,
@@ -32,8 +34,12 @@ TOOLS = [
 ]
 
 
-def format_of(chat_template: str, **properties: Any) -> AnswerFormat:
-    return answer_format(SimpleNamespace(chat_template=chat_template, **properties))
+def format_of(chat_template: str, response_template: dict[str, Any] | None = None) -> AnswerFormat:
+    tokenizer: Any = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel()), chat_template=chat_template
+    )
+    tokenizer.response_template = response_template
+    return answer_format(tokenizer)
 
 
 HERMES = format_of("... <tool_call> ...")
