@@ -21,6 +21,7 @@ from quartet.contract.generation import (
 )
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import (
+    Branch,
     FinishReason,
     Outcome,
     Scores,
@@ -88,11 +89,13 @@ def version_spans(draw: st.DrawFn, tokens: int) -> tuple[VersionSpan, ...]:
 
 
 @st.composite
-def segments(draw: st.DrawFn, failed: bool) -> tuple[Segment, ...]:
-    """Return the prompt, and up to four segments of policy and environment. An episode that has not failed ends with a turn."""
+def segments(draw: st.DrawFn, failed: bool, reports: bool) -> tuple[Segment, ...]:
+    """Return the prompt, and up to four segments of policy and environment. An episode that has not failed ends with a turn.
+
+    ``reports``: the engine reports log-probs.
+    """
     result = [Segment(SegmentRole.PROMPT, draw(ints(draw(st.integers(1, 12)))))]
     roles = draw(st.lists(st.sampled_from([SegmentRole.POLICY, SegmentRole.OBSERVATION]), max_size=4))
-    reports = draw(st.booleans())
     for role in roles if failed else [*roles, SegmentRole.POLICY]:
         size = draw(st.integers(1, 12))
         if role is SegmentRole.POLICY:
@@ -104,16 +107,34 @@ def segments(draw: st.DrawFn, failed: bool) -> tuple[Segment, ...]:
 
 
 @st.composite
+def branches(draw: st.DrawFn, failed: bool) -> list[Branch]:
+    """Return one to four branches. Each further one begins anew, or with some tokens of an earlier one."""
+    reports = draw(st.booleans())
+    result = [Branch(draw(segments(failed, reports)))]
+    for _ in range(draw(st.integers(0, 3))):
+        prompt, *response = draw(segments(failed, reports))
+        parent = draw(st.integers(-1, len(result) - 1))
+        shared = np.zeros(0, np.int32)
+        if parent >= 0:
+            ids = np.concatenate([part.token_ids for part in result[parent].segments])
+            shared = ids[: draw(st.integers(0, len(ids)))]
+        prompt = Segment(SegmentRole.PROMPT, np.concatenate([shared, prompt.token_ids]))
+        result.append(Branch((prompt, *response), parent, len(shared)))
+    return result
+
+
+@st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     outcome = draw(st.sampled_from(Outcome))
     failed = outcome is not Outcome.OK
-    parts = draw(segments(failed))
-    sizes = [len(part.token_ids) for part in parts if part.role is SegmentRole.POLICY]
+    first, *further = draw(branches(failed))
+    turns = [turn for branch in (first, *further) for turn in branch.turns]
+    sizes = [len(turn.token_ids) for turn in turns]
     rewards = draw(st.booleans()) and not failed
     return Trajectory(
         draw(ids),
         draw(uint64),
-        parts,
+        first.segments,
         FinishReason.FAILED
         if failed
         else draw(st.sampled_from([FinishReason.EOS, FinishReason.LENGTH, FinishReason.DONE])),
@@ -124,6 +145,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         tuple(draw(st.lists(doubles, min_size=len(sizes), max_size=len(sizes)))) if rewards else (),
         outcome,
         draw(st.text(string.ascii_letters, max_size=9)) if failed else "",
+        tuple(further),
     )
 
 

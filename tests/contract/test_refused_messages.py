@@ -143,6 +143,49 @@ def test_a_trajectory_that_contradicts_itself_is_refused(change: Callable[[Any],
     assert str(raised.value).startswith("trajectory")
 
 
+def fork(message: Any, shared: int = 2, parent: int = 0, first_id: int = 1) -> Any:
+    """Add a branch to the small trajectory that begins with its first tokens, 1 and 2, and return it."""
+    prompt = trajectory_pb2.Segment(role=trajectory_pb2.SEGMENT_ROLE_PROMPT)
+    prompt.token_ids.CopyFrom(tensor_message(np.array([first_id, 2, 7], np.int32)))
+    turn = trajectory_pb2.Segment(role=POLICY, token_ids=tokens(1), log_probs=tensor_message(np.zeros(1, np.float32)))
+    return message.further_branches.add(segments=[prompt, turn], parent=parent, shared_tokens=shared)
+
+
+def test_a_branch_may_begin_with_tokens_of_its_parent() -> None:
+    item = trajectory_from_bytes(changed_trajectory(fork))
+    assert [branch.prompt_ids.tolist() for branch in item.branches] == [[1, 2], [1, 2, 7]]
+    assert (item.further_branches[0].parent, item.further_branches[0].shared_tokens) == (0, 2)
+    assert item.branch_ids == ("r/1/0/0", "r/1/0/0#1")
+
+
+def many_branches(message: Any) -> None:
+    branch = fork(message)
+    message.further_branches.extend([branch] * 4095)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda m: fork(m, parent=1), r"parent 1: expected -1, or the index of an earlier branch, 0 to 0"),
+        (lambda m: fork(m, parent=-2), "parent -2: expected -1"),
+        (lambda m: fork(m, parent=-1), "shared_tokens 2: expected 0 without a parent"),
+        (lambda m: fork(m, shared=3), "shared_tokens 3: its prompt and branch 0 do not begin with as many equal"),
+        (lambda m: fork(m, shared=9), "shared_tokens 9: its prompt and branch 0 do not begin with as many equal"),
+        (lambda m: fork(m, first_id=4), "shared_tokens 2: its prompt and branch 0 do not begin with as many equal"),
+        (lambda m: fork(m).segments.pop(0), r"further_branches\[0\]\.segments: expected one prompt, as the first"),
+        (lambda m: fork(m).segments.pop(1), "further_branches.*a segment of the policy at the end"),
+        (lambda m: fork(m).segments[1].ClearField("log_probs"), "in all segments of the policy, or in none"),
+        (lambda m: fork(m).segments[1].ClearField("role"), r"further_branches\[0\]\.segments\[1\]\.role 0: unknown"),
+        (lambda m: (fork(m), m.turn_rewards.append(1.0)), "expected 2, one per turn"),
+        (many_branches, "further_branches: 4096, expected less than 4096"),
+    ],
+)
+def test_a_branch_that_contradicts_its_episode_is_refused(change: Callable[[Any], Any], problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem) as raised:
+        trajectory_from_bytes(changed_trajectory(change))
+    assert str(raised.value).startswith("trajectory")
+
+
 def test_a_failure_with_a_reward_is_refused() -> None:
     def fail(message: trajectory_pb2.Trajectory) -> None:
         message.outcome, message.finish_reason = trajectory_pb2.OUTCOME_TIMEOUT, trajectory_pb2.FINISH_REASON_FAILED

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from quartet.config.policy_losses import MAX_PARAMETERS
 from quartet.config.rollout import MAX_TURNS, check_stop_strings
 from quartet.config.section import MAX_PARAMETER_NAME, MAX_SETTING
@@ -27,6 +29,8 @@ MAX_EPOCHS = 1000
 """Maximum passes over one step's experience in a request. An update cannot be interrupted, so its length needs a limit."""
 MAX_RESPONSE_TOKENS = 1_048_576
 """Maximum response tokens in a request."""
+MAX_BRANCHES = 4096
+"""Maximum number of branches of a trajectory."""
 MAX_MACHINE = 200
 """Maximum length of the name of a machine."""
 MAX_TARGET_MODULES = 4096
@@ -138,17 +142,25 @@ def _segment(segment: Segment, at: str) -> None:
 
 
 def _trajectory(trajectory: Trajectory, at: str) -> None:
-    """The prompt comes first, and only there, and a turn comes last."""
+    """In each branch, the prompt comes first, and only there, and a turn comes last."""
     outcome, reason, turns = trajectory.outcome, trajectory.finish_reason, trajectory.turns
     if not trajectory.id.run:
         raise InvalidRequest(f"{at}id.run: empty, expected the name of the run")
     if (reason is FinishReason.FAILED) != (outcome is not Outcome.OK):
         raise InvalidRequest(f"{at}outcome {outcome} with finish_reason {reason}; expected ok, or failed")
-    roles = [segment.role for segment in trajectory.segments]
-    if roles[:1] != [SegmentRole.PROMPT] or SegmentRole.PROMPT in roles[1:]:
-        raise InvalidRequest(f"{at}segments: expected one prompt, as the first segment")
-    if outcome is Outcome.OK and roles[-1] is not SegmentRole.POLICY:
-        raise InvalidRequest(f"{at}segments: expected a segment of the policy at the end")
+    if len(trajectory.further_branches) >= MAX_BRANCHES:
+        raise InvalidRequest(
+            f"{at}further_branches: {len(trajectory.further_branches)}, expected less than {MAX_BRANCHES}"
+        )
+    for index, branch in enumerate(trajectory.branches):
+        path = f"{at}further_branches[{index - 1}]." if index else at
+        roles = [segment.role for segment in branch.segments]
+        if roles[:1] != [SegmentRole.PROMPT] or SegmentRole.PROMPT in roles[1:]:
+            raise InvalidRequest(f"{path}segments: expected one prompt, as the first segment")
+        if outcome is Outcome.OK and roles[-1] is not SegmentRole.POLICY:
+            raise InvalidRequest(f"{path}segments: expected a segment of the policy at the end")
+    if trajectory.further_branches:
+        _check_forks(trajectory, at)
     if len({len(turn.log_probs) > 0 for turn in turns}) > 1:
         raise InvalidRequest(f"{at}segments: expected log-probs in all segments of the policy, or in none")
     spans, rewards, tokens = (
@@ -164,6 +176,24 @@ def _trajectory(trajectory: Trajectory, at: str) -> None:
         raise InvalidRequest(f"{at}turn_rewards: expected {len(turns)}, one per turn, or none; none for a failure")
     if not all(map(math.isfinite, rewards)):
         raise InvalidRequest(f"{at}turn_rewards: contains NaN or infinity, expected finite numbers")
+
+
+def _check_forks(trajectory: Trajectory, at: str) -> None:
+    """Raise InvalidRequest unless each branch begins with the tokens that it shares with its parent, an earlier branch."""
+    sequences = [np.concatenate([part.token_ids for part in branch.segments]) for branch in trajectory.branches]
+    for index, branch in enumerate(trajectory.further_branches):
+        path, parent, shared = f"{at}further_branches[{index}].", branch.parent, branch.shared_tokens
+        if not -1 <= parent <= index:
+            raise InvalidRequest(f"{path}parent {parent}: expected -1, or the index of an earlier branch, 0 to {index}")
+        if parent < 0:
+            if shared:
+                raise InvalidRequest(f"{path}shared_tokens {shared}: expected 0 without a parent")
+            continue
+        prompt, of_parent = branch.prompt_ids[:shared], sequences[parent][:shared]
+        if not len(prompt) == len(of_parent) == shared or not np.array_equal(prompt, of_parent):
+            raise InvalidRequest(
+                f"{path}shared_tokens {shared}: its prompt and branch {parent} do not begin with as many equal tokens"
+            )
 
 
 def _weights_request(request: WeightsRequest, at: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from google.protobuf.message import DecodeError
 
 from quartet.codec.messages import from_message, to_message
 from quartet.codec.tensors import floats_from_proto, ints_from_proto
-from quartet.contract.trajectory import NO_LOG_PROBS, Segment, Trajectory
+from quartet.contract.trajectory import NO_LOG_PROBS, Branch, Segment, Trajectory
 from quartet.errors import InvalidRequest
 from quartet.v1 import trajectory_pb2
 
@@ -18,7 +20,7 @@ def trajectory_to_bytes(trajectory: Trajectory) -> bytes:
     """Serialise a trajectory as the rollout stream stores it."""
     detail = trajectory.detail[:MAX_DETAIL_CHARACTERS]
     message = to_message(trajectory_pb2.Trajectory, trajectory, detail=detail)
-    for segment in message.segments:
+    for segment in (*message.segments, *(each for branch in message.further_branches for each in branch.segments)):
         if not segment.log_probs.data:
             segment.ClearField("log_probs")
     return message.SerializeToString()
@@ -31,13 +33,28 @@ def trajectory_from_bytes(data: bytes) -> Trajectory:
         message.ParseFromString(data)
     except DecodeError:
         raise InvalidRequest("trajectory: not a quartet.v1.Trajectory message") from None
-    segments = tuple(_segment(entry, f"trajectory.segments[{index}]") for index, entry in enumerate(message.segments))
-    return from_message(Trajectory, message, "trajectory", segments=segments, detail=printable(message.detail))
+    branches = tuple(
+        from_message(Branch, branch, path, segments=_segments(branch.segments, path))
+        for index, branch in enumerate(message.further_branches)
+        for path in [f"trajectory.further_branches[{index}]"]
+    )
+    return from_message(
+        Trajectory,
+        message,
+        "trajectory",
+        segments=_segments(message.segments, "trajectory"),
+        further_branches=branches,
+        detail=printable(message.detail),
+    )
 
 
 def printable(detail: str) -> str:
     """Return the cause of a failure as a printable line of limited length."""
     return "".join(each if each.isprintable() else " " for each in detail[:MAX_DETAIL_CHARACTERS])
+
+
+def _segments(messages: Sequence[trajectory_pb2.Segment], path: str) -> tuple[Segment, ...]:
+    return tuple(_segment(entry, f"{path}.segments[{index}]") for index, entry in enumerate(messages))
 
 
 def _segment(message: trajectory_pb2.Segment, path: str) -> Segment:

@@ -182,16 +182,81 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Trajectory:
-    """A finished episode: the prompt, then turns of the policy, with observations of an environment between them.
+class Branch:
+    """One token sequence of an episode: a prompt, then turns of the policy, with observations between them.
 
-    ``segments``: the prompt, then policy and observation segments; the last one is of the policy unless the episode failed. A
-    policy segment includes its EOS if there is one. The response is all segments after the prompt, one flat array. One turn is a
-    prompt and a policy segment. ``turn_rewards``: the environment's reward after each turn; empty without an environment.
-    ``outcome`` is not ok if the episode failed, with the cause in ``detail``; such a trajectory has no reward.
-    ``weights_digest``: digest of the generating weights, 16 bytes, or empty if the generator shares the weights of the actor.
-    ``generator`` is its name. ``version_spans`` cover the policy's tokens; empty if one policy version generated all of them.
-    ``attempt`` is the number of the Generate call.
+    ``segments``: a prompt, then policy and observation segments; the last one is of the policy unless the episode failed. The
+    prompt holds all tokens before the branch's own first turn, so no turn is in two branches. ``parent`` is the index of the
+    branch that it was forked from, -1 without one, and ``shared_tokens`` the number of tokens at the beginning of the prompt that
+    are those of the parent. The response is all segments after the prompt, one flat array.
+    """
+
+    segments: tuple[Segment, ...]
+    parent: int = -1
+    shared_tokens: int = 0
+
+    @property
+    def prompt_ids(self) -> IntArray:
+        """Int32 [prompt tokens]."""
+        return self.segments[0].token_ids
+
+    @property
+    def response_ids(self) -> IntArray:
+        """Tokens after the prompt, int32 [response tokens]. Those of a single segment are not copied."""
+        return _joined([segment.token_ids for segment in self.segments[1:]], np.int32)
+
+    @property
+    def response_mask(self) -> BoolArray:
+        """True at the policy's own tokens: bool [response tokens]."""
+        response = self.segments[1:]
+        return np.repeat(
+            np.array([part.role is SegmentRole.POLICY for part in response], np.bool_),
+            [len(part.token_ids) for part in response],
+        )
+
+    @property
+    def turns(self) -> tuple[Segment, ...]:
+        """The policy's segments."""
+        return tuple(segment for segment in self.segments if segment.role is SegmentRole.POLICY)
+
+    @property
+    def policy_ids(self) -> IntArray:
+        """The policy's own tokens, int32 [policy tokens]. Those of a single turn are not copied."""
+        return _joined([segment.token_ids for segment in self.turns], np.int32)
+
+    @property
+    def log_probs(self) -> FloatArray:
+        """Log-probs, 0 at observation tokens: float32 [response tokens]. Every turn needs them."""
+        return _joined(
+            [
+                part.log_probs if part.role is SegmentRole.POLICY else np.zeros(len(part.token_ids), np.float32)
+                for part in self.segments[1:]
+            ],
+            np.float32,
+        )
+
+    def with_log_probs(self, log_probs: FloatArray) -> Branch:
+        """Return the branch with these log-probs, float32 [response tokens]. Those of observation tokens are dropped."""
+        segments, start = [self.segments[0]], 0
+        for segment in self.segments[1:]:
+            end = start + len(segment.token_ids)
+            own = segment.role is SegmentRole.POLICY
+            segments.append(replace(segment, log_probs=log_probs[start:end]) if own else segment)
+            start = end
+        return replace(self, segments=tuple(segments))
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """A finished episode: one or more branches, each of them a sequence of tokens. See ``Branch``.
+
+    ``segments`` are those of the first branch, and most episodes have no other. ``further_branches`` follow in the order of their
+    beginnings; the index of a branch, as in ``Branch.parent``, counts the first one as 0. Properties of tokens and turns run over
+    all branches in this order. One turn is a prompt and a policy segment. ``turn_rewards``: the environment's reward after each
+    turn; empty without an environment. ``outcome`` is not ok if the episode failed, with the cause in ``detail``; such a
+    trajectory has no reward. ``weights_digest``: digest of the generating weights, 16 bytes, or empty if the generator shares the
+    weights of the actor. ``generator`` is its name. ``version_spans`` cover the policy's tokens, branch after branch; empty if
+    one policy version generated all of them. ``attempt`` is the number of the Generate call.
     """
 
     id: TrajectoryId
@@ -205,6 +270,7 @@ class Trajectory:
     turn_rewards: tuple[float, ...] = ()
     outcome: Outcome = Outcome.OK
     detail: str = ""
+    further_branches: tuple[Branch, ...] = ()
 
     @classmethod
     def of_response(
@@ -228,42 +294,41 @@ class Trajectory:
         return cls(id, policy_version, segments, finish_reason, weights_digest, generator, version_spans, attempt)
 
     @property
+    def branches(self) -> tuple[Branch, ...]:
+        """All branches, the first one included: at least one."""
+        return (Branch(self.segments), *self.further_branches)
+
+    @property
+    def branch_ids(self) -> tuple[str, ...]:
+        """Id of each branch: that of the trajectory for the first one, then RUN/STEP/PROMPT/SAMPLE#BRANCH, counted from 1."""
+        return (str(self.id), *(f"{self.id}#{index + 1}" for index in range(len(self.further_branches))))
+
+    @property
     def prompt_ids(self) -> IntArray:
-        """Int32 [prompt tokens]."""
+        """Prompt of the first branch, int32 [prompt tokens]."""
         return self.segments[0].token_ids
 
     @property
     def response_ids(self) -> IntArray:
-        """Tokens after the prompt, int32 [response tokens]. Those of a single segment are not copied."""
-        return _joined([segment.token_ids for segment in self.segments[1:]], np.int32)
+        """Tokens after the prompt of each branch, int32 [response tokens]. Those of a single segment are not copied."""
+        return _joined([branch.response_ids for branch in self.branches], np.int32)
 
     @property
     def response_mask(self) -> BoolArray:
         """True at the policy's own tokens: bool [response tokens]."""
-        response = self.segments[1:]
-        return np.repeat(
-            [part.role is SegmentRole.POLICY for part in response], [len(part.token_ids) for part in response]
-        )
+        return _joined([branch.response_mask for branch in self.branches], np.bool_)
 
     @property
     def log_probs(self) -> FloatArray:
         """Log-probs, 0 at observation tokens: float32 [response tokens]; float32 [0] if the engine reports none."""
-        if len(self.segments) == 2:
-            return self.segments[1].log_probs
         if not self.has_log_probs:
             return NO_LOG_PROBS
-        return _joined(
-            [
-                part.log_probs if part.role is SegmentRole.POLICY else np.zeros(len(part.token_ids), np.float32)
-                for part in self.segments[1:]
-            ],
-            np.float32,
-        )
+        return _joined([branch.log_probs for branch in self.branches], np.float32)
 
     @property
     def turns(self) -> tuple[Segment, ...]:
         """The policy's segments."""
-        return tuple(segment for segment in self.segments if segment.role is SegmentRole.POLICY)
+        return tuple(turn for branch in self.branches for turn in branch.turns)
 
     @property
     def policy_ids(self) -> IntArray:
@@ -277,13 +342,11 @@ class Trajectory:
 
     def with_log_probs(self, log_probs: FloatArray) -> Trajectory:
         """Return the trajectory with these log-probs, float32 [response tokens]. Those of observation tokens are dropped."""
-        segments, start = [self.segments[0]], 0
-        for segment in self.segments[1:]:
-            end = start + len(segment.token_ids)
-            own = segment.role is SegmentRole.POLICY
-            segments.append(replace(segment, log_probs=log_probs[start:end]) if own else segment)
-            start = end
-        return replace(self, segments=tuple(segments))
+        ends = np.cumsum([len(branch.response_ids) for branch in self.branches])[:-1]
+        first, *further = (
+            branch.with_log_probs(part) for branch, part in zip(self.branches, np.split(log_probs, ends), strict=True)
+        )
+        return replace(self, segments=first.segments, further_branches=tuple(further))
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
@@ -354,12 +417,21 @@ class TokenBatch:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> TokenBatch:
-        """Return the tokens of ``trajectories``, in their order."""
-        parts = [part for t in trajectories for part in (t.prompt_ids, t.response_ids)]
+        """Return the tokens of ``trajectories``, in their order: one sequence for each branch."""
+        return cls._of_branches(trajectories, [branch for t in trajectories for branch in t.branches])
+
+    @classmethod
+    def of_last_branches(cls, trajectories: Sequence[Trajectory]) -> TokenBatch:
+        """Return the last branch of each of ``trajectories``, which is what reward sources score: one sequence for each."""
+        return cls._of_branches(trajectories, [t.branches[-1] for t in trajectories])
+
+    @classmethod
+    def _of_branches(cls, trajectories: Sequence[Trajectory], branches: Sequence[Branch]) -> TokenBatch:
+        parts = [(branch.prompt_ids, branch.response_ids) for branch in branches]
         return cls(
-            token_ids=np.concatenate(parts) if parts else np.zeros(0, np.int32),
-            prompt_lengths=np.array([len(t.prompt_ids) for t in trajectories], np.int32),
-            response_lengths=np.array([len(t.response_ids) for t in trajectories], np.int32),
+            token_ids=np.concatenate([ids for part in parts for ids in part]) if parts else np.zeros(0, np.int32),
+            prompt_lengths=np.array([len(prompt) for prompt, _ in parts], np.int32),
+            response_lengths=np.array([len(response) for _, response in parts], np.int32),
             # An evaluation has no step. Off-policy, an older policy has generated.
             updates=max((max(t.policy_version, t.id.step - 1) for t in trajectories), default=0),
         )

@@ -289,6 +289,44 @@ class Segment(_message.Message):
 Global___Segment: _TypeAlias = Segment  # noqa: Y015
 
 @_typing.final
+class Branch(_message.Message):
+    """One token sequence of an episode, beside the first one. A request of the episode that does not continue a sequence begins one: a
+    chat template has changed earlier turns, or an agent has shortened its context or asks for something else.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    SHARED_TOKENS_FIELD_NUMBER: _builtins.int
+    parent: _builtins.int
+    """Index of the branch that it was forked from: 0 is the first branch of the trajectory, 1 the first one of `further_branches`.
+    Lower than its own. -1 without one.
+    """
+    shared_tokens: _builtins.int
+    """Tokens at the beginning of the prompt that are those of the parent, from its first one. 0 without a parent."""
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Segment]:
+        """The prompt first: all tokens before the branch's own first turn, those that it shares with other branches included. Then as in
+        Trajectory.
+        """
+
+    def __init__(
+        self,
+        *,
+        segments: _abc.Iterable[Global___Segment] | None = ...,
+        parent: _builtins.int = ...,
+        shared_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent", "segments", b"segments", "shared_tokens", b"shared_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Branch: _TypeAlias = Branch  # noqa: Y015
+
+@_typing.final
 class Trajectory(_message.Message):
     """A finished episode. An entry of the rollout stream `quartet:RUN:rollouts` has three fields: `trajectory` is this message; `id` is
     RUN/STEP/PROMPT/SAMPLE; `leader_epoch` is the request's, in decimal. Entries of an earlier leader are dropped.
@@ -307,6 +345,7 @@ class Trajectory(_message.Message):
     TURN_REWARDS_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    FURTHER_BRANCHES_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Updates that the generating policy had taken."""
     finish_reason: Global___FinishReason.ValueType
@@ -329,18 +368,26 @@ class Trajectory(_message.Message):
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Segment]:
         """The prompt first, then turns of the policy and observations of the environment. The last segment is of the policy, unless the
         trajectory failed. Without an environment: the prompt and one segment of the policy. All segments after the prompt together
-        are the response.
+        are the response. They are the first branch, and the only one of most trajectories.
         """
 
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
-        """Policy version of each part of the policy's tokens, in order, if new weights arrived while they were generated. Empty: all of
+        """Policy version of each part of the policy's tokens, in order, branch after branch, if new weights arrived while they were generated. Empty: all of
         them are of `policy_version`, which is otherwise the version of the last part.
         """
 
     @_builtins.property
     def turn_rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """[segments of the policy]: reward of the environment after each turn. Empty without an environment, and for a failure."""
+        """[segments of the policy], branch after branch: reward of the environment after each turn. Empty without an environment, and
+        for a failure.
+        """
+
+    @_builtins.property
+    def further_branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Branch]:
+        """The other branches of the episode, in the order of their beginnings, at most 4095. No token of the policy is in two branches:
+        what a branch took from another one is part of its prompt.
+        """
 
     def __init__(
         self,
@@ -356,10 +403,11 @@ class Trajectory(_message.Message):
         turn_rewards: _abc.Iterable[_builtins.float] | None = ...,
         outcome: Global___Outcome.ValueType = ...,
         detail: _builtins.str = ...,
+        further_branches: _abc.Iterable[Global___Branch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detail", b"detail", "finish_reason", b"finish_reason", "generator", b"generator", "id", b"id", "outcome", b"outcome", "policy_version", b"policy_version", "segments", b"segments", "turn_rewards", b"turn_rewards", "version_spans", b"version_spans", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detail", b"detail", "finish_reason", b"finish_reason", "further_branches", b"further_branches", "generator", b"generator", "id", b"id", "outcome", b"outcome", "policy_version", b"policy_version", "segments", b"segments", "turn_rewards", b"turn_rewards", "version_spans", b"version_spans", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

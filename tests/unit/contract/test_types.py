@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from quartet.contract.trajectory import FinishReason, Segment, SegmentRole, TokenBatch, Trajectory, TrajectoryId
+from quartet.contract.trajectory import Branch, FinishReason, Segment, SegmentRole, TokenBatch, Trajectory, TrajectoryId
 from quartet.errors import InvalidRequest
 
 
@@ -71,6 +73,50 @@ def test_log_probs_can_be_added_to_the_turns_of_an_episode() -> None:
     computed = item.with_log_probs(np.array([-1, -2, -9, -9, -9, -3], np.float32))
     assert computed.log_probs.tolist() == [-1, -2, 0, 0, 0, -3]
     assert [len(segment.log_probs) for segment in computed.segments] == [0, 2, 0, 1]
+
+
+def forked(*log_probs: float) -> Trajectory:
+    """Return the episode above with a second branch, which begins with its first turn. Log-probs are those of all turns."""
+    values = np.array(log_probs, np.float32)
+    branch = Branch(
+        (
+            Segment(SegmentRole.PROMPT, ints(1, 2, 3, 9)),
+            Segment(SegmentRole.POLICY, ints(10, 11), values[3:5], 7),
+            Segment(SegmentRole.OBSERVATION, ints(12)),
+            Segment(SegmentRole.POLICY, ints(13), values[5:], 7),
+        ),
+        parent=0,
+        shared_tokens=3,
+    )
+    return replace(episode(*log_probs[:3]), further_branches=(branch,))
+
+
+def test_tokens_of_an_episode_run_over_all_branches() -> None:
+    item = forked(-1, -2, -3, -4, -5, -6)
+    assert item.prompt_ids.tolist() == [1, 2]
+    assert item.response_ids.tolist() == [3, 4, 5, 6, 7, 8, 10, 11, 12, 13]
+    assert item.response_mask.tolist() == [True, True, False, False, False, True, True, True, False, True]
+    assert item.log_probs.tolist() == [-1, -2, 0, 0, 0, -3, -4, -5, 0, -6]
+    assert item.policy_ids.tolist() == [3, 4, 8, 10, 11, 13]
+    assert [turn.token_ids.tolist() for turn in item.turns] == [[3, 4], [8], [10, 11], [13]]
+    assert item.branch_ids == ("r/1/0/0", "r/1/0/0#1")
+    computed = forked().with_log_probs(np.arange(10, dtype=np.float32))
+    assert computed.log_probs.tolist() == [0, 1, 0, 0, 0, 5, 6, 7, 0, 9]
+    assert [len(part.log_probs) for part in computed.further_branches[0].segments] == [0, 2, 0, 1]
+    assert (computed.further_branches[0].parent, computed.further_branches[0].shared_tokens) == (0, 3)
+
+
+def test_a_batch_has_one_sequence_for_each_branch() -> None:
+    batch = TokenBatch.of([forked(), episode()])
+    assert [ids.tolist() for ids in batch.sequences()] == [
+        [1, 2, 3, 4, 5, 6, 7, 8],
+        [1, 2, 3, 9, 10, 11, 12, 13],
+        [1, 2, 3, 4, 5, 6, 7, 8],
+    ]
+    assert (batch.prompt_lengths.tolist(), batch.response_lengths.tolist()) == ([2, 4, 2], [6, 4, 6])
+    last = TokenBatch.of_last_branches([forked(), episode()])
+    assert [ids.tolist() for ids in last.sequences()] == [[1, 2, 3, 9, 10, 11, 12, 13], [1, 2, 3, 4, 5, 6, 7, 8]]
+    assert last.prompt_lengths.tolist() == [4, 2]
 
 
 def test_one_turn_is_a_prompt_and_a_response_without_copies() -> None:
