@@ -22,3 +22,11 @@ def mirror() -> Iterator[WeightMirror]:
     mirror = WeightMirror(num_threads=2, shares=False)
     yield mirror
     mirror.close()
+
+
+@pytest.fixture
+def mapping_mirror() -> Iterator[WeightMirror]:
+    """A mirror that maps the memory of its source."""
+    mirror = WeightMirror(num_threads=2)
+    yield mirror
+    mirror.close()

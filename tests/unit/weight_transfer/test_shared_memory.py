@@ -41,49 +41,46 @@ def source() -> Iterator[WeightSource]:
     source.close()
 
 
-@pytest.fixture
-def mirror() -> Iterator[WeightMirror]:
-    mirror = WeightMirror(num_threads=2)
-    yield mirror
-    mirror.close()
-
-
-def test_versions_arrive_without_bytes_and_cannot_be_written(source: WeightSource, mirror: WeightMirror) -> None:
+def test_versions_arrive_without_bytes_and_cannot_be_written(
+    source: WeightSource, mapping_mirror: WeightMirror
+) -> None:
     for number, tensors in enumerate(history(4)):
         source.publish(number, tensors.items(), run=RUN)
-        result = pull(mirror, source, number, tensors)
+        result = pull(mapping_mirror, source, number, tensors)
         assert (result.way, result.bytes_received, result.source) == ("shared memory", 0, "actor at local")
         assert_equal(result.weight_set, tensors)
         with pytest.raises(ValueError, match="read-only"):
             result.weight_set.tensors["model.norm.weight"].data[0] = 1
-        mirror.release()
+        mapping_mirror.release()
 
 
-def test_the_changed_tensors_are_named_against_the_version_before(source: WeightSource, mirror: WeightMirror) -> None:
+def test_the_changed_tensors_are_named_against_the_version_before(
+    source: WeightSource, mapping_mirror: WeightMirror
+) -> None:
     first = weights()
     second = changed(first, 1, 0.5, "model.norm.weight")
     third = changed(second, 2, 0.5, "model.proj.weight")
     results = []
     for number, tensors in enumerate((first, second, third)):
         source.publish(number, tensors.items(), AdapterSettings(4, 8.0, ("proj",)), RUN)
-        results.append(pull(mirror, source, number, tensors))
+        results.append(pull(mapping_mirror, source, number, tensors))
         assert results[-1].weight_set.adapter == AdapterSettings(4, 8.0, ("proj",))
     assert [result.changed for result in results] == [set(first), {"model.norm.weight"}, {"model.proj.weight"}]
     assert [result.base_digest for result in results] == [b"", *(result.weight_set.digest for result in results[:2])]
 
 
-def test_a_version_stays_as_it_is_until_it_is_released(source: WeightSource, mirror: WeightMirror) -> None:
+def test_a_version_stays_as_it_is_until_it_is_released(source: WeightSource, mapping_mirror: WeightMirror) -> None:
     versions = history(6)
     source.publish(0, versions[0].items(), run=RUN)
-    result = pull(mirror, source, 0, versions[0])
+    result = pull(mapping_mirror, source, 0, versions[0])
     for number in range(1, 6):
         source.publish(number, versions[number].items(), run=RUN)
         assert_equal(result.weight_set, versions[0])
     # The places of version 0, which are read, and two more.
     assert len(source._allocator.regions) == 1
     assert source._allocator.regions[0].used < 3.1 * sum(each.data.nbytes for each in versions[0].values())
-    mirror.release()
-    assert_equal(pull(mirror, source, 5, versions[5]).weight_set, versions[5])
+    mapping_mirror.release()
+    assert_equal(pull(mapping_mirror, source, 5, versions[5]).weight_set, versions[5])
 
 
 def test_what_never_changes_has_one_place(source: WeightSource) -> None:
@@ -108,7 +105,7 @@ def test_a_mirror_of_another_machine_gets_chunks(source: WeightSource, monkeypat
 
 
 def test_memory_that_cannot_be_opened_is_sent_instead(
-    source: WeightSource, mirror: WeightMirror, monkeypatch: pytest.MonkeyPatch
+    source: WeightSource, mapping_mirror: WeightMirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts: list[int] = []
 
@@ -116,25 +113,25 @@ def test_memory_that_cannot_be_opened_is_sent_instead(
         attempts.append(1)
         raise ServiceUnavailable("cannot open the shared memory")
 
-    monkeypatch.setattr(mirror._mapped, "map", refuse)
+    monkeypatch.setattr(mapping_mirror._mapped, "map", refuse)
     tensors = weights()
     source.publish(0, tensors.items(), run=RUN)
     peer = LocalPeer(source)
-    result = mirror.pull([peer], RUN, 0, digest(tensors), timeout=5)
+    result = mapping_mirror.pull([peer], RUN, 0, digest(tensors), timeout=5)
     assert (result.way, [bool(request.machine) for request in peer.requests]) == ("full", [True, False])
     assert_equal(result.weight_set, tensors)
     after = changed(tensors, 1)
     source.publish(1, after.items(), run=RUN)
-    assert mirror.pull([peer], RUN, 1, digest(after), timeout=5).way == "delta"
+    assert mapping_mirror.pull([peer], RUN, 1, digest(after), timeout=5).way == "delta"
     assert len(attempts) == 1
     # A later process may be another one, whose memory can be opened.
     monkeypatch.setattr(os, "getpid", lambda: 2**20)
-    mirror.pull([peer], RUN, 0, digest(tensors), timeout=5)
+    mapping_mirror.pull([peer], RUN, 0, digest(tensors), timeout=5)
     assert len(attempts) == 2
 
 
 def test_memory_that_could_once_not_be_opened_is_tried_again_later(
-    source: WeightSource, mirror: WeightMirror, monkeypatch: pytest.MonkeyPatch
+    source: WeightSource, mapping_mirror: WeightMirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiver, "REMAP_PULLS", 3)
 
@@ -148,7 +145,7 @@ def test_memory_that_could_once_not_be_opened_is_tried_again_later(
             with monkeypatch.context() as patch:
                 if number in (0, 3):
                     patch.setattr(mapped_regions, "_open", refuse)
-                result = pull(mirror, source, number, tensors)
+                result = pull(mapping_mirror, source, number, tensors)
             ways.append(result.way)
             assert_equal(result.weight_set, tensors)
     assert [way == "shared memory" for way in ways] == 6 * [False] + 3 * [True]
@@ -165,7 +162,7 @@ def test_memory_that_could_once_not_be_opened_is_tried_again_later(
     ],
 )
 def test_of_a_manifest_with_wrong_places_the_bytes_are_sent(
-    change: Callable[[Manifest], dict[str, Any]], source: WeightSource, mirror: WeightMirror
+    change: Callable[[Manifest], dict[str, Any]], source: WeightSource, mapping_mirror: WeightMirror
 ) -> None:
     def beyond(stream: Iterator[Any]) -> Iterator[Any]:
         for message in stream:
@@ -176,15 +173,15 @@ def test_of_a_manifest_with_wrong_places_the_bytes_are_sent(
 
     tensors = weights()
     source.publish(0, tensors.items(), run=RUN)
-    result = pull(mirror, LocalPeer(source, fault=beyond), 0, tensors)  # type: ignore[arg-type]
+    result = pull(mapping_mirror, LocalPeer(source, fault=beyond), 0, tensors)  # type: ignore[arg-type]
     assert result.way == "full"
     assert_equal(result.weight_set, tensors)
 
 
-def test_damaged_memory_is_named(source: WeightSource, mirror: WeightMirror) -> None:
+def test_damaged_memory_is_named(source: WeightSource, mapping_mirror: WeightMirror) -> None:
     tensors = weights()
     source.publish(0, tensors.items(), run=RUN)
-    result = pull(mirror, source, 0, tensors)
+    result = pull(mapping_mirror, source, 0, tensors)
     result.verify()
     index = [layout.name for layout in source._layouts].index("model.proj.weight")
     source._memories[index].data[7] ^= 1
@@ -195,7 +192,7 @@ def test_damaged_memory_is_named(source: WeightSource, mirror: WeightMirror) -> 
 
 
 def test_a_delta_is_encoded_when_the_first_receiver_asks_for_it(
-    source: WeightSource, mirror: WeightMirror, monkeypatch: pytest.MonkeyPatch
+    source: WeightSource, mapping_mirror: WeightMirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[int] = []
 
@@ -208,8 +205,8 @@ def test_a_delta_is_encoded_when_the_first_receiver_asks_for_it(
     counts, ways = [], []
     for number, tensors in enumerate(history(3)):
         source.publish(number, tensors.items(), run=RUN)
-        pull(mirror, source, number, tensors)
-        mirror.release()
+        pull(mapping_mirror, source, number, tensors)
+        mapping_mirror.release()
         counts.append(len(encoded))
         results = [pull(each, source, number, tensors) for each in remote]
         counts.append(len(encoded))
@@ -239,22 +236,22 @@ def test_a_version_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert allocator.allocate([10**6])[0].offset == place
 
 
-def test_a_generator_that_maps_gives_its_copy_back(source: WeightSource, mirror: WeightMirror) -> None:
+def test_a_generator_that_maps_gives_its_copy_back(source: WeightSource, mapping_mirror: WeightMirror) -> None:
     tensors, before = weights(), mapped()
     source.publish(0, tensors.items(), run=RUN)
-    here, mirror._machine = mirror._machine, machine() + "x"
-    assert pull(mirror, source, 0, tensors).way == "full"
+    here, mapping_mirror._machine = mapping_mirror._machine, machine() + "x"
+    assert pull(mapping_mirror, source, 0, tensors).way == "full"
     assert mapped() == before + 2
     after = changed(tensors, 1)
     source.publish(1, after.items(), run=RUN)
-    mirror._machine = here
-    result = pull(mirror, source, 1, after)
+    mapping_mirror._machine = here
+    result = pull(mapping_mirror, source, 1, after)
     assert result.way == "shared memory"
     assert_equal(result.weight_set, after)
     # The region of the source, here and there.
-    assert (mirror._allocator.regions, mapped()) == ([], before + 2)
-    mirror._machine = machine() + "x"
-    assert_equal(pull(mirror, source, 1, after).weight_set, after)
+    assert (mapping_mirror._allocator.regions, mapped()) == ([], before + 2)
+    mapping_mirror._machine = machine() + "x"
+    assert_equal(pull(mapping_mirror, source, 1, after).weight_set, after)
 
 
 def test_nothing_is_left() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,24 +32,17 @@ from tests.unit.weight_transfer.samples import (
 )
 
 
-@pytest.fixture
-def mirror() -> Iterator[WeightMirror]:
-    mirror = WeightMirror(num_threads=2)
-    yield mirror
-    mirror.close()
-
-
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("cut", [even, *map(random_cuts, range(4))])
-def test_ranks_publish_what_one_process_publishes(size: int, cut: Cut, mirror: WeightMirror) -> None:
+def test_ranks_publish_what_one_process_publishes(size: int, cut: Cut, mapping_mirror: WeightMirror) -> None:
     trainer, single, chunks = Trainer(size, cut), WeightSource(num_threads=2), WeightMirror(num_threads=1, shares=False)
     for number, tensors in enumerate(history(4)):
         assert trainer.publish(number, tensors, RUN) == [True] * size
         single.publish(number, tensors.items(), run=RUN)
         assert trainer.source.published() == single.published()
         assert trainer.source.tensor_digests() == single.tensor_digests()
-        assert_equal(pull(mirror, trainer.source, number, tensors).weight_set, tensors)
-        mirror.release()
+        assert_equal(pull(mapping_mirror, trainer.source, number, tensors).weight_set, tensors)
+        mapping_mirror.release()
         result = pull(chunks, trainer.source, number, tensors)
         assert result.way == ("delta" if number else "full")
         assert_equal(result.weight_set, tensors)
@@ -84,32 +76,32 @@ def test_what_never_changes_has_one_place_and_is_not_written_again() -> None:
     trainer.close()
 
 
-def test_a_version_stays_as_it_is_while_it_is_read(mirror: WeightMirror) -> None:
+def test_a_version_stays_as_it_is_while_it_is_read(mapping_mirror: WeightMirror) -> None:
     trainer, versions = Trainer(2), history(6)
     trainer.publish(0, versions[0], RUN)
-    result = pull(mirror, trainer.source, 0, versions[0])
+    result = pull(mapping_mirror, trainer.source, 0, versions[0])
     for number in range(1, 6):
         trainer.publish(number, versions[number], RUN)
         assert_equal(result.weight_set, versions[0])
-    mirror.release()
-    assert_equal(pull(mirror, trainer.source, 5, versions[5]).weight_set, versions[5])
+    mapping_mirror.release()
+    assert_equal(pull(mapping_mirror, trainer.source, 5, versions[5]).weight_set, versions[5])
     trainer.close()
 
 
-def test_nobody_else_can_map_the_memory_for_writing(mirror: WeightMirror) -> None:
+def test_nobody_else_can_map_the_memory_for_writing(mapping_mirror: WeightMirror) -> None:
     trainer, tensors = Trainer(2), weights()
     trainer.publish(0, tensors, RUN)
-    assert pull(mirror, trainer.source, 0, tensors).way == "shared memory"
+    assert pull(mapping_mirror, trainer.source, 0, tensors).way == "shared memory"
     (region,) = trainer.source._allocator.regions
     with pytest.raises(ServiceUnavailable, match="cannot map the shared memory"):
         map_for_writing(SharedRegion(shared_memory.os.getpid(), region.fd, len(region.data)))
     trainer.close()
 
 
-def test_generators_that_must_not_share_get_chunks_of_ranks_that_do(mirror: WeightMirror) -> None:
+def test_generators_that_must_not_share_get_chunks_of_ranks_that_do(mapping_mirror: WeightMirror) -> None:
     trainer, tensors = Trainer(2, shares=False), weights()
     trainer.publish(0, tensors, RUN)
-    assert pull(mirror, trainer.source, 0, tensors).way == "full"
+    assert pull(mapping_mirror, trainer.source, 0, tensors).way == "full"
     trainer.close()
 
 
