@@ -174,18 +174,19 @@ class TorchEngine:
     def stream(self, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> Iterator[int]:
         """Yield the token ids of one response as they are sampled, the same as ``generate`` does. For errors see ``generate``."""
         requests = check_requests(self._served, [request], sampling)
-        self._merge()
-        static = None if self._graphs else self._static
-        options = 1, static, self._stop_strings.of(sampling)
-        slots = DecodeSlots(
-            self._model, self._served.stop_ids, requests, sampling, seed, *options, cached=not self._uncached
-        )
-        self._generations += 1
-        number = self._generations
-        while slots.active:
-            self._check_current(static, number)
-            finished = slots.step()
-            yield int(finished[0].token_ids[-1]) if finished else slots.last_token
+        with self._decoding():
+            static = None if self._graphs else self._static
+            options = 1, static, self._stop_strings.of(sampling)
+            slots = DecodeSlots(
+                self._model, self._served.stop_ids, requests, sampling, seed, *options, cached=not self._uncached
+            )
+            self._generations += 1
+            number = self._generations
+            while slots.active:
+                self._check_current(static, number)
+                with self._step():
+                    finished = slots.step()
+                yield int(finished[0].token_ids[-1]) if finished else slots.last_token
 
     def _generate(
         self,

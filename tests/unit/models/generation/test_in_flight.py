@@ -150,6 +150,19 @@ def test_an_update_that_fails_ends_the_generation_and_keeps_what_was_made_before
     check_parts(list(engine.generate(tiny.requests(2), SAMPLING, 0, lambda: False)), models)
 
 
+def test_an_update_that_fails_ends_a_streamed_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets, _ = adapted_versions()
+    engine = DetachedTorchEngine(*adapted("llama", seed=5), frozenset(), 1, merge_adapter=True)
+    tokens = engine.stream(tiny.requests(1)[0], SAMPLING, 0)
+    next(tokens)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_engine, "load_tensors", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.load_weights(sets[2], list(sets[2].tensors))
+    with pytest.raises(ServiceFailed, match="the last update of the weights has failed"):
+        next(tokens)
+
+
 def test_an_adapter_that_changes_between_the_start_of_a_generation_and_its_first_token_is_merged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
