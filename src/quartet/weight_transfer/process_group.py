@@ -8,6 +8,7 @@ random name: a member that is late cannot join the next one.
 from __future__ import annotations
 
 import json
+import math
 import socket
 import struct
 import threading
@@ -66,8 +67,8 @@ class GroupSettings:
     device: str = "cpu"
 
     def before(self, deadline: float) -> GroupSettings:
-        """Return the same with at most half of the time until a deadline, so that another way has the other half."""
-        return replace(self, timeout=max(0.001, min(self.timeout, (deadline - time.monotonic()) / 2)))
+        """Return the same with at most the time until a deadline."""
+        return replace(self, timeout=max(0.001, min(self.timeout, deadline - time.monotonic())))
 
 
 def group_settings(config: Config, device: int | None) -> GroupSettings | None:
@@ -86,12 +87,18 @@ class GroupFailed(Exception):
 class _Member:
     """This process in a group of two, over a connection by which both know when the other one has ended."""
 
-    def __init__(self, settings: GroupSettings, connection: socket.socket, rank: int) -> None:
-        """Join the group. Closes the connection with it. Raises RuntimeError or OSError if the other member does not come."""
+    def __init__(
+        self, settings: GroupSettings, connection: socket.socket, rank: int, deadline: float = math.inf
+    ) -> None:
+        """Join the group. Closes the connection with it. Raises RuntimeError or OSError if the other member does not come.
+
+        ``deadline``: time of ``time.monotonic`` after which no message is awaited.
+        """
         import torch
         from torch._C._distributed_c10d import ProcessGroupGloo
 
         self._connection, self._timeout, self._other = connection, timedelta(seconds=settings.timeout), 1 - rank
+        self._deadline = deadline
         self._device = torch.device(settings.device) if settings.backend == "nccl" else None
         self._store = _store_class()(connection)
         if self._device is None:
@@ -135,7 +142,8 @@ class _Member:
         return wait
 
     def _wait(self, work: Any, _: Any) -> None:
-        work.wait(self._timeout)
+        remaining = max(0.001, self._deadline - time.monotonic())
+        work.wait(min(self._timeout, timedelta(seconds=remaining)) if remaining < math.inf else self._timeout)
 
     def confirm(self) -> None:
         """Tell the sender that everything has arrived."""
@@ -258,8 +266,10 @@ class Meeting:
     ) -> int:
         """Receive the slices of all ranks into ``targets``, the bytes of each tensor. Return the bytes received.
 
-        ``on_tensor`` is called on any thread with each tensor that is complete. Raises GroupFailed, when all threads have ended.
+        ``on_tensor`` is called on any thread with each tensor that is complete. Raises GroupFailed, when all threads have ended:
+        at the latest when half of the time until ``deadline`` is left, so that another way has it.
         """
+        deadline -= (deadline - time.monotonic()) / 2
         transfer = _Transfer(self._settings, ranks, targets, on_tensor, deadline)
         missing, threads = {number for number, slices in enumerate(ranks) if slices.tensors}, []
         limit = time.monotonic() + self._settings.before(deadline).timeout
@@ -311,7 +321,7 @@ class _Transfer:
     def _receive(self, slices: RankSlices, connection: socket.socket) -> None:
         settings = self._settings.before(self._deadline)
         connection.settimeout(settings.timeout)
-        member = _Member(settings, connection, RECEIVER)
+        member = _Member(settings, connection, RECEIVER, self._deadline)
         try:
             waiting = deque[tuple[Callable[[], None], int, int | None]]()
             tensors = iter(slices.tensors)

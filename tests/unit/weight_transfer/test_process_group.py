@@ -244,6 +244,34 @@ def test_ranks_that_cannot_connect_leave_half_of_the_time_for_chunks(
     assert 1.9 < result.seconds < 4.0
 
 
+def test_a_rank_that_falls_silent_late_leaves_half_of_the_time_for_chunks(
+    make_trainer: Callable[..., Trainer], make_mirror: Callable[..., WeightMirror], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = threading.Event()
+
+    def fall_silent(settings: GroupSettings, group: Any, rank: int, parts: Sequence[Bytes]) -> None:
+        connection = socket.create_connection((group.host, group.port))
+        connection.sendall(HELLO.pack(group.name.encode(), rank))
+        member = process_group._Member(settings, connection, process_group.TRAINER)
+        for tag, (piece, _) in enumerate(process_group._pieces(iter(parts)), 1):
+            # The first message comes when most of the group's time is over.
+            if ends.wait(1.5) or tag == 2:
+                break
+            member.send(piece, tag)()
+        ends.wait()
+        member.close()
+
+    monkeypatch.setattr(process_group, "send_slices", fall_silent)
+    monkeypatch.setattr(process_group, "PIECE_BYTES", 2**17)
+    trainer, mirror, tensors = make_trainer(1), make_mirror(), weights()
+    trainer.publish(0, tensors, RUN)
+    result, reasons = logged(lambda: mirror.pull([LocalPeer(trainer.source)], RUN, 0, digest(tensors), timeout=4.0))
+    ends.set()
+    assert (result.way, len(reasons)) == ("full", 1)
+    assert "rank 0: " in reasons[0]
+    assert 1.9 < result.seconds < 3.0
+
+
 def test_connections_of_other_processes_cost_no_time_and_do_not_end_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "MAX_WAITING", 4)
     meeting, data, target = Meeting(GROUP, "127.0.0.1"), tensor((1000,)).data, np.zeros(2000, np.uint8)
