@@ -43,6 +43,8 @@ def check_generators(config: Config) -> Iterator[Finding]:
     yield from collect(_check_place, config)
     if config.services.actor.address is None and config.services.orchestrator.address is None:
         yield from collect(_check_reaches_actor, config)
+    if config.services.actor.address is None or config.rollout.generators:
+        yield from collect(_check_share_directory, config)
     if config.rollout.generators:
         for check in (_check_devices, _check_addresses, _check_weights_directory, _check_environment):
             yield from collect(check, config)
@@ -56,6 +58,26 @@ def _check_place(config: Config) -> None:
             f"rollout.engine {engine}: runs in generators; set rollout.generators to 1 or more and services.generator.python "
             "to the Python of the engine's environment, or name running generators in services.generators"
         )
+
+
+def _check_share_directory(config: Config) -> Iterator[Finding]:
+    """Check the directory through which actor and generators share weights. Without it, they are sent."""
+    directory = config.rollout.share_directory
+    if directory is None or not config.has_generators or not config.rollout.share_weights:
+        return
+    if not directory.is_dir():
+        what = "not a directory" if directory.exists() else "there is no such directory"
+    elif not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        what = f"user {os.geteuid()} may not write there"
+    else:
+        yield Finding("ok", f"rollout.share_directory {directory}", "can be used")
+        return
+    yield Finding(
+        "warning",
+        f"rollout.share_directory {directory}",
+        f"{what}, so weights are not shared between containers; mount one directory there in all of them, which user "
+        f"{os.geteuid()} may write to, or set it to null",
+    )
 
 
 def _check_reaches_actor(config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -98,3 +99,29 @@ def test_one_mistake_keeps_its_class_and_its_message(models: Path) -> None:
     (models / "policy/config.json").unlink()
     with pytest.raises(ModelError, match=r"^actor\.model .*/policy: config\.json cannot be read .*[^\n]*$"):
         check_inputs(config(models))
+
+
+def test_a_directory_that_cannot_share_weights_is_reported(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "open").mkdir()
+
+    def notes(name: str, **more: object) -> list[str]:
+        tree = config(models).model_dump()
+        tree["rollout"] |= {"share_directory": tmp_path / name, "generators": 1, **more}
+        return [line for line in check_inputs(parse_config(tree, "test")) if ".share_directory" in line]
+
+    where, remedy = (
+        f"warning: rollout.share_directory {tmp_path}",
+        "so weights are not shared between containers; mount",
+    )
+    assert notes("open") == [f"rollout.share_directory {tmp_path}/open: can be used"]
+    assert notes("none")[0].startswith(f"{where}/none: there is no such directory, {remedy}")
+    assert notes("file")[0].startswith(f"{where}/file: not a directory, {remedy}")
+    assert notes("none", share_weights=False) == [
+        "warning: rollout.share_directory: not used: rollout.share_weights is false"
+    ]
+    # The tests may run as root, who may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "open")
+    assert notes("open")[0].startswith(f"{where}/open: user {os.geteuid()} may not write there, {remedy}")
