@@ -17,6 +17,7 @@ from quartet.errors import ConfigError
 from quartet.launcher import launcher as module
 from quartet.launcher.gateway_process import GatewayProcess
 from quartet.launcher.launcher import Launcher
+from quartet.launcher.service_process import ServiceProcess
 from quartet.rpc.security.certificates import Authority
 from quartet.run_directory.run_files import RunFiles
 
@@ -123,3 +124,34 @@ def test_the_start_names_a_reward_service_that_does_not_answer(tmp_path: Path, m
             "start it, or correct the address"
         )
         assert not any(alive in line for line in lines)
+
+
+LOADING = """
+import json, os, pathlib, signal, sys, time
+first = pathlib.Path(__file__).with_suffix(".started")
+if not first.exists():
+    first.touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+os.write(int(sys.argv[-1]), json.dumps({"address": "127.0.0.1:1"}).encode() + b"\\n")
+time.sleep(600)
+"""
+
+
+def test_a_service_that_is_stopped_while_it_loads_is_started_again(tmp_path: Path) -> None:
+    (tmp_path / "loading.py").write_text(LOADING)
+    config = parse_config(
+        {
+            "run": {"name": "tiny", "directory": str(tmp_path)},
+            "data": {"prompts": "p"},
+            "actor": {"model": "a"},
+            "reward": {"model": "r"},
+            "recovery": {"hang_timeout_seconds": 0.3, "backoff_seconds": 0.01},
+        },
+        "here",
+    )
+    with Launcher(config, tmp_path / "config.yaml") as launcher:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        launcher._services.append(ServiceProcess("critic", ["loading"], environment, tmp_path / "critic.log"))
+        launcher._wait_until_ready(lambda _: None)
+        assert launcher._messages == ["critic: killed by SIGKILL; restarted (1 of 5 in a row)"]
+        launcher._services[0].process.kill()

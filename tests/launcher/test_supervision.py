@@ -96,6 +96,17 @@ def lines_until(supervisor: ProcessSupervisor, wanted: str, seconds: float = 20.
     return messages
 
 
+def test_a_process_that_is_stopped_while_it_loads_is_killed(echo: Echo) -> None:
+    supervisor = supervise(echo, hang_timeout_seconds=0.3)
+    echo.program = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    kill(echo)
+    stopped = r"watchdog: echo has not run for 0\.3 s \(its process is stopped\); killed"
+    assert re.fullmatch(stopped, lines_until(supervisor, "killed$")[-1])
+    echo.program = "print('up', flush=True); input()"
+    lines_until(supervisor, "back")
+    supervisor.stop()
+
+
 def kill(echo: Echo) -> None:
     echo.process.kill()
     echo.process.communicate()

@@ -354,9 +354,9 @@ class RecoveryConfig(Section):
     backoff_seconds: Positive = 0.5
     """Pause before the first retry, in seconds. It doubles with each further retry, up to 30."""
     hang_timeout_seconds: Positive = 60.0
-    """Time without a response, in seconds, after which a process started on this machine is killed and restarted. A model
-    service also exits if a call keeps running for this long after its deadline and its caller is gone, or if one of its processes
-    makes no progress for this long while the others wait for it."""
+    """Time without a response, in seconds, after which a process started on this machine is killed and restarted. So is one that
+    a signal has stopped for this long while it loads. A model service also exits if a call keeps running for this long after its
+    deadline and its caller is gone, or if one of its processes makes no progress for this long while the others wait for it."""
     max_scoring_attempts: Count = 3
     """Maximum number of attempts to score a trajectory, or to play its episode with an environment. After that it is recorded as
     failed, and a new response to the same prompt replaces it."""

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import wait
@@ -25,7 +26,14 @@ from quartet.contract.status import Role
 from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.launcher.gateway_process import TOKENS, GatewayProcess
 from quartet.launcher.service_process import ServiceProcess, describe_exit
-from quartet.launcher.supervisor import ProcessSupervisor, RestartCounter, SupervisedProcess, exit_error, first_line
+from quartet.launcher.supervisor import (
+    ProcessSupervisor,
+    RestartCounter,
+    StopClock,
+    SupervisedProcess,
+    exit_error,
+    first_line,
+)
 from quartet.preflight.security_checks import local_processes
 from quartet.rpc.security.allow_list import OPERATOR
 from quartet.rpc.security.certificates import check_certificates
@@ -219,9 +227,10 @@ class Launcher:
         return [*([self._redis] if self._redis is not None else []), *self._services]
 
     def _wait_until_ready(self, report: Callable[[str], None]) -> None:
-        timeout = self._config.timeouts.load_seconds
+        timeout, hang_timeout = self._config.timeouts.load_seconds, self._config.recovery.hang_timeout_seconds
         start = reported = time.monotonic()
         deadline = start + timeout
+        stop_clocks: defaultdict[str, StopClock] = defaultdict(StopClock)
         while waiting := [service for service in self._services if service is not self._gateway and not service.ready]:
             wait([service.pipe for service in waiting], timeout=0.2)
             if self._interrupted.is_set():
@@ -230,6 +239,9 @@ class Launcher:
                 service.read_messages()
                 if service.ready and service.address is not None and service not in self._generators:
                     self.addresses[Role(service.name)] = (service.address,)
+                if stop_clocks[service.name].seconds(service.process.pid) > hang_timeout:
+                    service.process.kill()
+                    service.process.wait()
             for process in self._processes():
                 if process.process.poll() is not None and self._restart_during_start(process):
                     deadline = time.monotonic() + timeout

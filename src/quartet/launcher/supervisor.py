@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from quartet.config.deployment import RecoveryConfig
 from quartet.errors import ConfigError, ServiceFailed
 from quartet.launcher.service_process import ServiceProcess, describe_exit, log_tail
-from quartet.system.child_processes import process_state
+from quartet.system.child_processes import STOPPED, process_state
 from quartet.system.fork_server import ForkedProcess
 
 
@@ -79,6 +79,7 @@ class ProcessSupervisor:
         self._recovery, self._load_timeout, self._log = recovery, load_timeout, log
         self._restarts = RestartCounter(recovery)
         self._probe = LivenessProbe(process.name, process.responds, recovery.hang_timeout_seconds)
+        self._stop_clock = StopClock()
         self._started = self._up_since = time.monotonic()
         self._up = True
         self._down_since: float | None = None
@@ -106,6 +107,8 @@ class ProcessSupervisor:
                 return self._report_recovery(now)
             if now - self._started > self._load_timeout:
                 return self._kill(f"is not ready within timeouts.load_seconds {self._load_timeout:g} s")
+            if self._stop_clock.seconds(self.supervised.process.pid) > self._recovery.hang_timeout_seconds:
+                return self._kill(f"has not run for {self._recovery.hang_timeout_seconds:g} s")
             return []
         if self._probe.silent_seconds > self._recovery.hang_timeout_seconds:
             return self._kill(f"has not responded for {self._recovery.hang_timeout_seconds:g} s")
@@ -200,6 +203,19 @@ def exit_error(process: SupervisedProcess, prefix: str = "") -> ConfigError | Se
 def first_line(error: Exception) -> str:
     """Return the message of an ``exit_error`` without the lines of the log."""
     return str(error).partition("; the last lines of ")[0].partition("\n")[0]
+
+
+class StopClock:
+    """Clock that runs while a signal stops a process. A process that loads does not respond yet, but its state is known."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def seconds(self, pid: int) -> float:
+        """Return for how long the process has been stopped, since the first call that saw it. 0 if it runs."""
+        now = time.monotonic()
+        self._since = (self._since or now) if process_state(pid) == STOPPED else None
+        return 0.0 if self._since is None else now - self._since
 
 
 MAX_INTERVAL = 5.0

@@ -144,6 +144,10 @@ def _identity(pid: int) -> str | None:
     return "" if fields[0] in ("Z", "X") else f"{boot}/{namespace}/{pid}/{fields[19]}"
 
 
+STOPPED = " (its process is stopped)"
+"""State of a process that a signal has stopped, see ``process_state``."""
+
+
 def process_state(pid: int) -> str:
     """Return why the kernel keeps a process from running, such as " (its process is stopped)", or "" if it does not."""
     try:
