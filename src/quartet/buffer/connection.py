@@ -176,7 +176,7 @@ def translate_errors(url: str, lost: Callable[[], None] = lambda: None) -> Itera
     except redis.exceptions.OutOfMemoryError:
         raise BufferFailed(
             f"{where}: is full; raise its maxmemory, or lower rollout.prompts_per_step or checkpoint.every_steps: experience "
-            "stays in Redis until a checkpoint covers it"
+            "stays in Redis until a checkpoint covers it, and the turns of episodes until their step is committed"
         ) from None
     except redis.exceptions.RedisError as error:
         raise BufferFailed(f"{where}: {error}") from None

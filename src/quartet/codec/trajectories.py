@@ -54,10 +54,11 @@ def printable(detail: str) -> str:
 
 
 def _segments(messages: Sequence[trajectory_pb2.Segment], path: str) -> tuple[Segment, ...]:
-    return tuple(_segment(entry, f"{path}.segments[{index}]") for index, entry in enumerate(messages))
+    return tuple(segment_from_proto(entry, f"{path}.segments[{index}]") for index, entry in enumerate(messages))
 
 
-def _segment(message: trajectory_pb2.Segment, path: str) -> Segment:
+def segment_from_proto(message: trajectory_pb2.Segment, path: str) -> Segment:
+    """Convert and validate a segment. ``path`` names it in the InvalidRequest that this raises."""
     token_ids, log_probs = ints_from_proto(message.token_ids, f"{path}.token_ids"), NO_LOG_PROBS
     if message.HasField("log_probs"):
         log_probs = floats_from_proto(message.log_probs, f"{path}.log_probs", len(token_ids))
