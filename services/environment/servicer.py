@@ -15,6 +15,7 @@ from quartet.codec.environment import (
 )
 from quartet.contract.status import Role, ServiceStatus
 from quartet.environments.host import EnvironmentHost
+from quartet.errors import MismatchError
 from quartet.v1 import environment_pb2, environment_pb2_grpc
 
 
@@ -63,3 +64,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         """End a session."""
         self._host.close_session(checked_session(request.session))
         return environment_pb2.CloseSessionResponse()
+
+    def RunAgent(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Refuse: this service has environments."""
+        raise MismatchError("RunAgent: this service has environments, and no agents; set its environment.kind to agent")

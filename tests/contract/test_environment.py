@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -12,6 +13,9 @@ from hypothesis import given
 from quartet.codec.environment import (
     EnvironmentReset,
     EnvironmentStep,
+    agent_result_from_proto,
+    agent_result_to_proto,
+    agent_run_from_proto,
     checked_session,
     environment_reply_from_proto,
     environment_reply_to_proto,
@@ -19,6 +23,7 @@ from quartet.codec.environment import (
     environment_step_from_proto,
 )
 from quartet.codec.messages import to_message
+from quartet.contract.agent import HIDDEN_KEY, AgentResult, AgentRun, new_session_key, without_keys
 from quartet.contract.trajectory import FAILURES, EnvironmentReply, Outcome
 from quartet.errors import ComputationFailed, InvalidRequest
 from quartet.v1 import environment_pb2
@@ -90,3 +95,72 @@ NONE = np.zeros(0, np.int32)
 def test_a_failure_cannot_be_a_number_nor_a_number_a_failure(arguments: tuple[object, ...], expected: str) -> None:
     with pytest.raises(ComputationFailed, match=expected):
         EnvironmentReply(*arguments)  # type: ignore[arg-type]
+
+
+keys = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=16, max_size=50)
+runs = st.builds(
+    AgentRun, sessions, st.integers(0, 2**63 - 1), names, st.just("https://[::1]:80/v1"), keys, st.just("policy")
+)
+RUN = AgentRun("r/1/2/3/1", 7, "{}", "http://127.0.0.1:80/v1", new_session_key(), "policy")
+
+
+@given(runs)
+def test_runs_of_agents_survive_the_wire(run: AgentRun) -> None:
+    assert agent_run_from_proto(to_message(environment_pb2.RunAgentRequest, run)) == run
+    assert RUN.api_key not in repr(RUN)
+
+
+@given(st.one_of(st.none(), float32), st.sampled_from(({}, {"steps": 3.0, "solved": True, "why": "é"})))
+def test_results_of_agents_survive_the_wire(reward: float | None, logged: dict[str, object]) -> None:
+    result = AgentResult(reward, logged=logged)
+    assert agent_result_from_proto(agent_result_to_proto(result)) == result
+
+
+@pytest.mark.parametrize("outcome", FAILURES)
+def test_failures_of_agents_survive_the_wire(outcome: Outcome) -> None:
+    result = AgentResult.failed(outcome, "why\n" * 1000)
+    arrived = agent_result_from_proto(agent_result_to_proto(result))
+    assert (arrived.reward, arrived.outcome, len(arrived.detail)) == (None, outcome, 1024)
+    assert arrived.detail.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"session": ""}, "session"),
+        ({"seed": 2**63}, "seed"),
+        ({"base_url": "ftp://host"}, "base_url: expected http"),
+        ({"base_url": "http:///v1"}, "base_url: expected http"),
+        ({"base_url": f"http://{'h' * 3000}"}, "base_url: expected http"),
+        ({"api_key": "short"}, "api_key: expected 16 to 512"),
+        ({"api_key": "k" * 20 + " x"}, "api_key: expected 16 to 512"),
+        ({"model": ""}, "model: expected 1 to 512"),
+    ],
+)
+def test_a_malformed_run_is_refused_without_its_key(changes: dict[str, object], expected: str) -> None:
+    message = to_message(environment_pb2.RunAgentRequest, replace(RUN, **changes))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=expected) as error:
+        agent_run_from_proto(message)
+    assert message.api_key not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (environment_pb2.RunAgentResponse(reward=math.nan, outcome=1), InvalidRequest),
+        (environment_pb2.RunAgentResponse(reward=1.0, outcome=2), InvalidRequest),
+        (environment_pb2.RunAgentResponse(reward=1.0), InvalidRequest),
+        (environment_pb2.RunAgentResponse(outcome=1, logged="[1]"), InvalidRequest),
+        (environment_pb2.RunAgentResponse(outcome=1, logged='{"a": {}}'), InvalidRequest),
+    ],
+)
+def test_a_malformed_result_is_refused(message: environment_pb2.RunAgentResponse, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        agent_result_from_proto(message)
+
+
+def test_keys_are_hidden_wherever_they_are() -> None:
+    key = new_session_key()
+    assert len(key) > 40
+    assert without_keys(f"a {key}, and {new_session_key()}!") == f"a {HIDDEN_KEY}, and {HIDDEN_KEY}!"
+    assert without_keys("another form", "form") == f"another {HIDDEN_KEY}"

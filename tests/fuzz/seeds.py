@@ -214,6 +214,12 @@ def _close_session(random: Random, state: ServiceState) -> Message:
     return environment_pb2.CloseSessionRequest(session=_session(random))
 
 
+def _run_agent(random: Random, state: ServiceState) -> Message:
+    return environment_pb2.RunAgentRequest(
+        session=_session(random), fields="{}", base_url="http://127.0.0.1:9/v1", api_key="k" * 16, model="policy"
+    )
+
+
 def _weights(random: Random, state: ServiceState) -> Message:
     have = {} if random.random() < 0.5 else {"have_version": 0, "have_digest": bytes(16)}
     return weights_pb2.GetWeightsRequest(run=RUN, version=random.choice([0, state.policy_version]), **have)
@@ -255,6 +261,7 @@ SEEDS: dict[str, Callable[[Random, ServiceState], Message]] = {
     "/quartet.v1.EnvironmentService/Reset": _reset,
     "/quartet.v1.EnvironmentService/Step": _step,
     "/quartet.v1.EnvironmentService/CloseSession": _close_session,
+    "/quartet.v1.EnvironmentService/RunAgent": _run_agent,
     "/quartet.v1.OrchestratorService/GetProgress": _constant(orchestrator_pb2.GetProgressRequest()),
     "/quartet.v1.OrchestratorService/GetGenerators": _constant(orchestrator_pb2.GetGeneratorsRequest()),
     "/quartet.v1.OrchestratorService/WatchProgress": lambda random, state: orchestrator_pb2.WatchProgressRequest(

@@ -1,12 +1,15 @@
-"""Messages of EnvironmentService: Reset, Step and CloseSession."""
+"""Messages of EnvironmentService: Reset, Step, CloseSession and RunAgent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from quartet.codec.checks import within
 from quartet.codec.messages import AnyMessage, content, from_message, to_message
+from quartet.codec.scoring import logged_from_json, logged_to_json
 from quartet.codec.trajectories import MAX_DETAIL_CHARACTERS, printable
+from quartet.contract.agent import AgentResult, AgentRun
 from quartet.contract.arrays import IntArray
 from quartet.contract.trajectory import EnvironmentReply
 from quartet.errors import InvalidRequest
@@ -18,6 +21,10 @@ MAX_TURNS = 1_000_000
 """Maximum number of a turn."""
 MAX_FIELDS_CHARACTERS = 16_000_000
 """Maximum length of the fields of a prompt."""
+MAX_URL_CHARACTERS = 2048
+"""Maximum length of the URL of the policy's endpoint."""
+MIN_KEY_CHARACTERS, MAX_KEY_CHARACTERS = 16, 512
+"""Length of the key of a session at the policy's endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +49,7 @@ class EnvironmentStep:
 def environment_reset_from_proto(message: environment_pb2.ResetRequest) -> EnvironmentReset:
     """Convert and validate the arguments of a Reset call. Raises InvalidRequest."""
     reset = from_message(EnvironmentReset, message)
-    checked_session(reset.session)
-    if reset.seed >= 2**63:
-        raise InvalidRequest(f"seed {reset.seed}: expected less than 2**63")
-    if len(reset.fields) > MAX_FIELDS_CHARACTERS:
-        raise InvalidRequest(f"fields: {len(reset.fields)} characters, expected at most {MAX_FIELDS_CHARACTERS}")
+    _check_start(reset)
     _check_tokens(reset.token_ids, "a prompt needs at least one")
     return reset
 
@@ -76,6 +79,48 @@ def environment_reply_from_proto(
         allowed = "0 or more" if vocabulary_size is None else f"0..{vocabulary_size - 1}"
         raise InvalidRequest(f"observation: expected ids in {allowed}, got {ids.min()} to {ids.max()}")
     return reply
+
+
+def agent_run_from_proto(message: environment_pb2.RunAgentRequest) -> AgentRun:
+    """Convert and validate the arguments of a RunAgent call. Raises InvalidRequest, which does not quote the key."""
+    run = from_message(AgentRun, message)
+    _check_start(run)
+    parts = urlsplit(run.base_url) if run.base_url.isprintable() and len(run.base_url) <= MAX_URL_CHARACTERS else None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
+        raise InvalidRequest(
+            f"base_url: expected http:// or https:// and a host, at most {MAX_URL_CHARACTERS} characters, got {len(run.base_url)}"
+        )
+    key = run.api_key
+    if not MIN_KEY_CHARACTERS <= len(key) <= MAX_KEY_CHARACTERS or not key.isprintable() or " " in key:
+        raise InvalidRequest(
+            f"api_key: expected {MIN_KEY_CHARACTERS} to {MAX_KEY_CHARACTERS} printable characters without spaces, got {len(key)}"
+        )
+    if not 0 < len(run.model) <= MAX_SESSION_CHARACTERS or not run.model.isprintable():
+        raise InvalidRequest(
+            f"model: expected 1 to {MAX_SESSION_CHARACTERS} printable characters, got {len(run.model)}"
+        )
+    return run
+
+
+def agent_result_to_proto(result: AgentResult) -> environment_pb2.RunAgentResponse:
+    """Convert the result of an agent that has ended."""
+    logged = logged_to_json(result.logged) if result.logged else ""
+    detail = result.detail[:MAX_DETAIL_CHARACTERS]
+    return to_message(environment_pb2.RunAgentResponse, result, detail=detail, logged=logged)
+
+
+def agent_result_from_proto(message: environment_pb2.RunAgentResponse) -> AgentResult:
+    """Convert and validate the result of an agent. Raises InvalidRequest."""
+    logged = logged_from_json(message.logged, "logged") if message.logged else {}
+    return from_message(AgentResult, message, detail=printable(message.detail), logged=logged)
+
+
+def _check_start(call: EnvironmentReset | AgentRun) -> None:
+    checked_session(call.session)
+    if call.seed >= 2**63:
+        raise InvalidRequest(f"seed {call.seed}: expected less than 2**63")
+    if len(call.fields) > MAX_FIELDS_CHARACTERS:
+        raise InvalidRequest(f"fields: {len(call.fields)} characters, expected at most {MAX_FIELDS_CHARACTERS}")
 
 
 def checked_session(name: str) -> str:

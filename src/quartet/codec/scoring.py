@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from quartet.codec.messages import from_message, to_message
@@ -32,7 +33,7 @@ def scores_to_proto(scores: Scores) -> reward_pb2.ScoreResponse:
         parts=scores.parts,
         outcomes=scores.outcomes,
         details=[detail[:MAX_DETAIL_CHARACTERS] for detail in scores.details],
-        logged=[json.dumps(dict(values), sort_keys=True, allow_nan=False) for values in scores.logged],
+        logged=list(map(logged_to_json, scores.logged)),
         cured_faults=scores.cured_faults,
     )
 
@@ -54,12 +55,17 @@ def scores_from_proto(message: reward_pb2.ScoreResponse, sequences: int) -> Scor
             for name, values in message.parts.items()
         },
         details=tuple(map(printable, message.details)),
-        logged=tuple(_logged(text, f"logged[{index}]") for index, text in enumerate(message.logged)),
+        logged=tuple(logged_from_json(text, f"logged[{index}]") for index, text in enumerate(message.logged)),
     )
 
 
-def _logged(text: str, name: str) -> dict[str, Any]:
-    """Return what a source logged for a sequence. Raises InvalidRequest."""
+def logged_to_json(values: Mapping[str, Any]) -> str:
+    """Return what was logged for a response as JSON."""
+    return json.dumps(dict(values), sort_keys=True, allow_nan=False)
+
+
+def logged_from_json(text: str, name: str) -> dict[str, Any]:
+    """Return what was logged for a response. Raises InvalidRequest."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):

@@ -8,12 +8,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from quartet.config.agent import AgentConfig
 from quartet.config.section import Count, FunctionName, Positive, Section
 
 
 class EnvironmentConfig(Section):
     """The environment of trajectories with several turns. It runs in a separate process. See docs/environments.md."""
 
+    kind: Literal["class", "agent"] = "class"
+    """class: an environment that answers each turn. agent: a program with a loop of its own, which calls the policy as it likes,
+    in the section `agent`. Used if rollout.max_turns is above 0."""
+    agent: AgentConfig = AgentConfig()
+    """The agent of kind agent."""
     class_name: FunctionName | None = None
     """Class derived from quartet.environments.Environment, as package.module:Class. Null: the environment at
     services.environment.address. Used if rollout.max_turns is above 0."""
@@ -23,21 +29,23 @@ class EnvironmentConfig(Section):
     """text: an observation is text, which is appended as it is. chat: an observation is one or more messages, written by the
     chat template; text is a message of the user. Prompts are then messages, too, and the template opens the policy's turns."""
     chat_template: Path | None = None
-    """File with a chat template that replaces that of the policy's tokenizer, such as one that keeps earlier turns unchanged."""
+    """File with a chat template that replaces that of the policy's tokenizer, such as one that keeps earlier turns unchanged. For
+    observations chat, and for kind agent."""
     timeout_seconds: Positive = 60.0
     """Time limit for one reset or step of the environment, in seconds. After that, the outcome is timeout, and the process that
     ran it is replaced."""
     num_workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of processes that run environments. Each has many sessions and makes one call at a time. An environment that
-    computes or waits for long needs more."""
+    computes or waits for long needs more. Of kind agent: number of processes that share the agents. Each runs many at once, on
+    one event loop."""
     max_sessions: Count = 1024
-    """Maximum number of open sessions. Calls that would open more wait."""
+    """Maximum number of open sessions. Calls that would open more wait. Of kind agent: see agent.max_concurrent."""
     session_idle_seconds: Positive = 120.0
     """Time without a call, in seconds, after which a session may make room for another, if max_sessions are open. If its caller
     still needs it, it repeats the session."""
     quote_texts: bool = False
     """Include the text of exceptions of the environment in logs and notes, although it may quote prompts and responses. False:
-    only type, file and line."""
+    only type, file and line. Of kind agent: also the last line that a command which fails writes to standard error."""
 
     @field_validator("arguments")
     @classmethod
@@ -50,8 +58,27 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> EnvironmentConfig:
+        if self.kind == "agent":
+            self._check_agent()
+            return self
+        if self.agent != AgentConfig():
+            raise ValueError("agent: not used with kind class; set kind agent, or remove the section")
         if self.class_name is None and self.arguments:
             raise ValueError("arguments: not used without class_name; set class_name, or remove them")
         if self.chat_template is not None and self.observations != "chat":
             raise ValueError("chat_template: not used with observations text; set observations chat, or remove it")
         return self
+
+    def _check_agent(self) -> None:
+        try:
+            self.agent.check()
+        except ValueError as error:
+            raise ValueError(f"agent.{error}") from None
+        for name in ("class_name", "arguments"):
+            if getattr(self, name):
+                raise ValueError(f"{name}: not used with kind agent; name the agent in the section agent, or remove it")
+        if self.observations != "text":
+            raise ValueError(
+                "observations chat: not used with kind agent, whose requests have messages; remove it (chat_template still "
+                "replaces the template of the tokenizer)"
+            )

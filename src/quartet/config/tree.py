@@ -100,6 +100,11 @@ class ConfigTree(Section):
         return self.rollout.max_turns > 0
 
     @property
+    def has_agents(self) -> bool:
+        """Return whether the environment is an agent, which calls the policy."""
+        return self.has_environment and self.environment.kind == "agent"
+
+    @property
     def critic_model(self) -> str:
         """Checkpoint of the initial critic."""
         return self.critic.model or self.reward.model or self.actor.model

@@ -95,6 +95,9 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
         reason = "rollout.max_turns is 0, so no environment is used"
         yield "environment", (), reason
         yield "services.environment", (), reason
+    elif config.has_agents:
+        limits = ("timeout_seconds", "max_sessions", "session_idle_seconds")
+        yield "environment", limits, "environment.kind is agent; see environment.agent"
     if not config.has_generators:
         reason = "the actor generates; set rollout.generators or services.generators for generators"
         yield "services.generator", (), reason

@@ -220,3 +220,85 @@ class CloseSessionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CloseSessionResponse: _TypeAlias = CloseSessionResponse  # noqa: Y015
+
+@_typing.final
+class RunAgentRequest(_message.Message):
+    """Runs the agent once, for one trajectory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
+    BASE_URL_FIELD_NUMBER: _builtins.int
+    API_KEY_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """Name of the session: RUN/STEP/PROMPT/SAMPLE/ATTEMPT, 1 to 512 printable characters."""
+    seed: _builtins.int
+    """Seed of the trajectory, below 2^63."""
+    fields: _builtins.str
+    """Fields of the prompt's line as a JSON object, or empty."""
+    base_url: _builtins.str
+    """Base URL of the policy's OpenAI endpoint, http:// or https://, such as http://127.0.0.1:8000/v1. At most 2048 characters."""
+    api_key: _builtins.str
+    """Key of the session at that endpoint, 16 to 512 printable characters without spaces. A secret: it must not reach a log, nor an
+    answer. It is valid until this call ends.
+    """
+    model: _builtins.str
+    """Name of the policy for requests to the endpoint, 1 to 512 printable characters."""
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        seed: _builtins.int = ...,
+        fields: _builtins.str = ...,
+        base_url: _builtins.str = ...,
+        api_key: _builtins.str = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "base_url", b"base_url", "fields", b"fields", "model", b"model", "seed", b"seed", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunAgentRequest: _TypeAlias = RunAgentRequest  # noqa: Y015
+
+@_typing.final
+class RunAgentResponse(_message.Message):
+    """The answer to RunAgent, once the agent has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REWARD_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    LOGGED_FIELD_NUMBER: _builtins.int
+    reward: _builtins.float
+    """Reward of the trajectory, finite. Absent if the reward sources are to score it, and unless the outcome is OK."""
+    outcome: _trajectory_pb2.Outcome.ValueType
+    """Outcome of the run. Any but OK has no reward: a failure is not a number."""
+    detail: _builtins.str
+    """Cause of an outcome other than OK, at most 1024 characters. Empty for OK. Logs repeat it, so it must not quote prompts,
+    responses or the key.
+    """
+    logged: _builtins.str
+    """What the agent logged, as in ScoreResponse: a JSON object of at most 64 entries, or empty."""
+    def __init__(
+        self,
+        *,
+        reward: _builtins.float | None = ...,
+        outcome: _trajectory_pb2.Outcome.ValueType = ...,
+        detail: _builtins.str = ...,
+        logged: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "detail", b"detail", "logged", b"logged", "outcome", b"outcome", "reward", b"reward"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+
+Global___RunAgentResponse: _TypeAlias = RunAgentResponse  # noqa: Y015

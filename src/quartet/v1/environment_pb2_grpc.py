@@ -40,6 +40,10 @@ class EnvironmentServiceStub:
 
     An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
     a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
+
+    A service has environments or agents, and fails with FAILED_PRECONDITION or UNIMPLEMENTED for the methods of the other kind. Calls
+    of RunAgent do not affect each other. A service at its limit of agents fails with RESOURCE_EXHAUSTED before it starts one. One that has lost an agent
+    without its fault, as with a process that ran several, fails with FAILED_PRECONDITION and the reason SessionLost.
     """
 
     def __init__(self, channel):
@@ -63,6 +67,11 @@ class EnvironmentServiceStub:
                 request_serializer=quartet_dot_v1_dot_environment__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_environment__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.RunAgent = channel.unary_unary(
+                '/quartet.v1.EnvironmentService/RunAgent',
+                request_serializer=quartet_dot_v1_dot_environment__pb2.RunAgentRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_environment__pb2.RunAgentResponse.FromString,
+                _registered_method=True)
 
 
 class EnvironmentServiceServicer:
@@ -80,6 +89,10 @@ class EnvironmentServiceServicer:
 
     An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
     a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
+
+    A service has environments or agents, and fails with FAILED_PRECONDITION or UNIMPLEMENTED for the methods of the other kind. Calls
+    of RunAgent do not affect each other. A service at its limit of agents fails with RESOURCE_EXHAUSTED before it starts one. One that has lost an agent
+    without its fault, as with a process that ran several, fails with FAILED_PRECONDITION and the reason SessionLost.
     """
 
     def Reset(self, request, context):
@@ -103,6 +116,14 @@ class EnvironmentServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RunAgent(self, request, context):
+        """Runs an agent to its end. If the call is cancelled, or its deadline passes, the agent is ended with all processes that it
+        started.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EnvironmentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -120,6 +141,11 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     servicer.CloseSession,
                     request_deserializer=quartet_dot_v1_dot_environment__pb2.CloseSessionRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_environment__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'RunAgent': grpc.unary_unary_rpc_method_handler(
+                    servicer.RunAgent,
+                    request_deserializer=quartet_dot_v1_dot_environment__pb2.RunAgentRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_environment__pb2.RunAgentResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -144,6 +170,10 @@ class EnvironmentService:
 
     An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
     a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
+
+    A service has environments or agents, and fails with FAILED_PRECONDITION or UNIMPLEMENTED for the methods of the other kind. Calls
+    of RunAgent do not affect each other. A service at its limit of agents fails with RESOURCE_EXHAUSTED before it starts one. One that has lost an agent
+    without its fault, as with a process that ran several, fails with FAILED_PRECONDITION and the reason SessionLost.
     """
 
     @staticmethod
@@ -217,6 +247,33 @@ class EnvironmentService:
             '/quartet.v1.EnvironmentService/CloseSession',
             quartet_dot_v1_dot_environment__pb2.CloseSessionRequest.SerializeToString,
             quartet_dot_v1_dot_environment__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RunAgent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.EnvironmentService/RunAgent',
+            quartet_dot_v1_dot_environment__pb2.RunAgentRequest.SerializeToString,
+            quartet_dot_v1_dot_environment__pb2.RunAgentResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,10 @@ class EnvironmentServiceStub:
 
     An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
     a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
+
+    A service has environments or agents, and fails with FAILED_PRECONDITION or UNIMPLEMENTED for the methods of the other kind. Calls
+    of RunAgent do not affect each other. A service at its limit of agents fails with RESOURCE_EXHAUSTED before it starts one. One that has lost an agent
+    without its fault, as with a process that ran several, fails with FAILED_PRECONDITION and the reason SessionLost.
     """
 
     @_typing.overload
@@ -53,6 +57,10 @@ class EnvironmentServiceStub:
     """Gives the policy's turn to the environment."""
     CloseSession: _grpc.UnaryUnaryMultiCallable[_environment_pb2.CloseSessionRequest, _environment_pb2.CloseSessionResponse]
     """Ends a session. A session that does not exist is no error."""
+    RunAgent: _grpc.UnaryUnaryMultiCallable[_environment_pb2.RunAgentRequest, _environment_pb2.RunAgentResponse]
+    """Runs an agent to its end. If the call is cancelled, or its deadline passes, the agent is ended with all processes that it
+    started.
+    """
 
 @_typing.type_check_only
 class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
@@ -70,6 +78,10 @@ class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
 
     An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
     a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
+
+    A service has environments or agents, and fails with FAILED_PRECONDITION or UNIMPLEMENTED for the methods of the other kind. Calls
+    of RunAgent do not affect each other. A service at its limit of agents fails with RESOURCE_EXHAUSTED before it starts one. One that has lost an agent
+    without its fault, as with a process that ran several, fails with FAILED_PRECONDITION and the reason SessionLost.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -79,6 +91,10 @@ class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
     """Gives the policy's turn to the environment."""
     CloseSession: _aio.UnaryUnaryMultiCallable[_environment_pb2.CloseSessionRequest, _environment_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Ends a session. A session that does not exist is no error."""
+    RunAgent: _aio.UnaryUnaryMultiCallable[_environment_pb2.RunAgentRequest, _environment_pb2.RunAgentResponse]  # type: ignore[assignment]
+    """Runs an agent to its end. If the call is cancelled, or its deadline passes, the agent is ended with all processes that it
+    started.
+    """
 
 class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
     """Environments for trajectories of several turns. A session is one episode. Sessions do not affect each other.
@@ -95,6 +111,10 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
 
     An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
     a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
+
+    A service has environments or agents, and fails with FAILED_PRECONDITION or UNIMPLEMENTED for the methods of the other kind. Calls
+    of RunAgent do not affect each other. A service at its limit of agents fails with RESOURCE_EXHAUSTED before it starts one. One that has lost an agent
+    without its fault, as with a process that ran several, fails with FAILED_PRECONDITION and the reason SessionLost.
     """
 
     @_abc_1.abstractmethod
@@ -120,5 +140,15 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_environment_pb2.CloseSessionResponse, _abc.Awaitable[_environment_pb2.CloseSessionResponse]]:
         """Ends a session. A session that does not exist is no error."""
+
+    @_abc_1.abstractmethod
+    def RunAgent(
+        self,
+        request: _environment_pb2.RunAgentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_environment_pb2.RunAgentResponse, _abc.Awaitable[_environment_pb2.RunAgentResponse]]:
+        """Runs an agent to its end. If the call is cancelled, or its deadline passes, the agent is ended with all processes that it
+        started.
+        """
 
 def add_EnvironmentServiceServicer_to_server(servicer: EnvironmentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

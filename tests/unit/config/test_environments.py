@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quartet.config.agent import AgentConfig
 from quartet.config.layout import listen_address, num_threads, service_roles
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
@@ -81,3 +82,92 @@ def test_the_environment_opens_the_first_turn_of_a_chat(observations: str, opens
 def test_arguments_are_json_of_any_depth() -> None:
     arguments = {"a": 1, "b": [1.5, None, {"c": True}], "d": "text"}
     assert config(rollout=TURNS, environment={**GAME, "arguments": arguments}).environment.arguments == arguments
+
+
+AGENT = {"kind": "agent", "agent": {"command": ["node", "agent.js"]}}
+
+
+def agent(**settings: Any) -> dict[str, Any]:
+    return {"kind": "agent", "agent": {"command": ["a"], **settings}}
+
+
+def test_an_agent_takes_the_place_of_a_class() -> None:
+    played = config(rollout=TURNS, environment=AGENT)
+    assert played.has_agents
+    assert played.has_environment
+    assert played.environment.agent.kind == "command"
+    assert service_roles(played)[-1] is Role.ENVIRONMENT
+    assert not config(rollout=TURNS, environment=GAME).has_agents
+    # A service elsewhere knows its agent.
+    assert config(
+        rollout=TURNS, environment={"kind": "agent"}, services={"environment": {"address": "host:5"}}
+    ).has_agents
+    # The template of the endpoint, not of observations.
+    assert (
+        config(rollout=TURNS, environment={**AGENT, "chat_template": "t.jinja"}).environment.chat_template is not None
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "address", "encrypted", "expected"),
+    [
+        ({}, "127.0.0.1:4000", False, "http://127.0.0.1:4000/v1"),
+        ({"listen": "10.0.0.1:0"}, "10.0.0.1:4000", True, "https://10.0.0.1:4000/v1"),
+        ({"advertise": "policy:80"}, "0.0.0.0:4000", False, "http://policy:80/v1"),
+        ({"advertise": "[::1]:0"}, "0.0.0.0:4000", True, "https://[::1]:4000/v1"),
+    ],
+)
+def test_the_address_that_agents_get(settings: Any, address: str, encrypted: bool, expected: str) -> None:
+    assert AgentConfig(**settings).base_url(address, encrypted) == expected
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"environment": AGENT}, r"environment\.kind agent: not used with rollout\.max_turns 0"),
+        (
+            {"rollout": TURNS, "environment": {"kind": "agent"}},
+            r"environment\.agent: names no agent; give one of command",
+        ),
+        ({"rollout": TURNS, "environment": {**GAME, "agent": {"command": ["a"]}}}, r"agent: not used with kind class"),
+        (
+            {"rollout": TURNS, "environment": agent(url="http://127.0.0.1:1")},
+            r"agent\.command and url: both name the agent",
+        ),
+        ({"rollout": TURNS, "environment": agent(api_key_file="k")}, r"agent\.api_key_file: not used without url"),
+        ({"rollout": TURNS, "environment": {**AGENT, **GAME}}, r"class_name: not used with kind agent"),
+        (
+            {"rollout": TURNS, "environment": {**AGENT, "observations": "chat"}},
+            r"observations chat: not used with kind agent",
+        ),
+        ({"rollout": TURNS, "environment": agent(command=[])}, r"environment\.agent\.command"),
+        ({"rollout": TURNS, "environment": agent(command=[" "])}, r"agent\.command: expected the program first"),
+        (
+            {"rollout": TURNS, "environment": agent(pass_variables=["A=B"])},
+            r"expected the name of an environment variable",
+        ),
+        (
+            {"rollout": TURNS, "environment": {"kind": "agent", "agent": {"url": "http://agents.example/run"}}},
+            r"environment\.agent\.url http://agents\.example/run: not a loopback address",
+        ),
+        (
+            {"rollout": TURNS, "environment": agent(listen="10.0.0.1:80")},
+            r"agent\.listen 10\.0\.0\.1:80: not a loopback",
+        ),
+        (
+            {"rollout": TURNS, "environment": agent(listen="0.0.0.0:80"), "security": {"allow_plaintext": True}},
+            r"agent\.listen 0\.0\.0\.0:80: no address that agents can call; set environment\.agent\.advertise",
+        ),
+        (
+            {"rollout": {**TURNS, "generators": 2}, "environment": agent(listen="127.0.0.1:80")},
+            r"agent\.listen 127\.0\.0\.1:80: several processes on this machine generate",
+        ),
+        (
+            {"rollout": TURNS, "environment": agent(advertise="policy:80")},
+            r"agent\.advertise policy:80: the process that generates listens on a free port",
+        ),
+    ],
+)
+def test_a_config_of_an_agent_that_contradicts_itself(sections: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        config(**sections)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from quartet.config.deployment import OffloadConfig, ServiceConfig
 from quartet.config.rewards import is_encrypted_or_local
+from quartet.config.section import is_loopback
 from quartet.config.tree import ConfigTree
+
+_ALL_INTERFACES = ("0.0.0.0", "::")  # noqa: S104 - no process listens here.
 
 
 def check_processes(config: ConfigTree) -> None:
@@ -72,18 +75,60 @@ def check_reward_addresses(config: ConfigTree) -> None:
 
 def check_environment(config: ConfigTree) -> None:
     """Raise ValueError if environment and rollout.max_turns contradict each other."""
-    setting = f"rollout.max_turns {config.rollout.max_turns}"
+    setting, environment = f"rollout.max_turns {config.rollout.max_turns}", config.environment
     if not config.has_environment:
-        if config.environment.class_name is not None:
+        named = {
+            f"environment.class_name {environment.class_name}": environment.class_name is not None,
+            "environment.kind agent": environment.kind == "agent",
+        }
+        for key in (key for key, given in named.items() if given):
             raise ValueError(
-                f"environment.class_name {config.environment.class_name}: not used with {setting}; set rollout.max_turns to "
-                "the maximum number of turns, or remove it"
+                f"{key}: not used with {setting}; set rollout.max_turns to the maximum number of turns, or remove it"
             )
         return
-    if config.environment.class_name is None and config.services.environment.address is None:
+    if environment.kind == "agent":
+        _check_agent(config)
+    elif environment.class_name is None and config.services.environment.address is None:
         raise ValueError(
             f"environment.class_name: missing; {setting} needs an environment: name its class, or set "
             "services.environment.address to the address of one that runs"
+        )
+
+
+def _check_agent(config: ConfigTree) -> None:
+    """Raise ValueError if the agent is missing, or if it and the policy could not reach each other safely."""
+    agent, encrypted = config.environment.agent, config.security.certificates is not None
+    if not agent.kind and config.services.environment.address is None:
+        raise ValueError(
+            "environment.agent: names no agent; give one of command, url and function, or set services.environment.address to "
+            "the address of a service that runs agents"
+        )
+    if agent.url is not None and not is_encrypted_or_local(agent.url) and not config.security.allow_plaintext:
+        raise ValueError(
+            f"environment.agent.url {agent.url}: not a loopback address, and calls are not encrypted; use https://, or set "
+            "security.allow_plaintext"
+        )
+    host, _, port = (agent.listen or "127.0.0.1:0").rpartition(":")
+    if not is_loopback(host) and not encrypted and not config.security.allow_plaintext:
+        raise ValueError(
+            f"environment.agent.listen {agent.listen}: not a loopback address, and calls are not encrypted; listen on "
+            "127.0.0.1, give security.certificates, or set security.allow_plaintext true inside a network that you trust"
+        )
+    if agent.advertise is None and host.strip("[]") in _ALL_INTERFACES:
+        raise ValueError(
+            f"environment.agent.listen {agent.listen}: no address that agents can call; set environment.agent.advertise to a "
+            "HOST:PORT at which they reach the process that generates"
+        )
+    ranks = 0 if config.has_generators else config.services.actor.num_ranks
+    if port != "0" and max(config.rollout.generators, ranks) > 1:
+        raise ValueError(
+            f"environment.agent.listen {agent.listen}: several processes on this machine generate, and each needs a port; set "
+            "port 0"
+        )
+    if port == "0" and not (agent.advertise or ":0").endswith(":0"):
+        raise ValueError(
+            f"environment.agent.advertise {agent.advertise}: the process that generates listens on a free port; set a port in "
+            "environment.agent.listen, or port 0 here for the same one"
         )
 
 

@@ -46,6 +46,7 @@ CALLERS: dict[str, frozenset[str]] = {
     "quartet.v1.EnvironmentService/Reset": _EPISODES,
     "quartet.v1.EnvironmentService/Step": _EPISODES,
     "quartet.v1.EnvironmentService/CloseSession": _EPISODES,
+    "quartet.v1.EnvironmentService/RunAgent": _EPISODES,
     "quartet.v1.OrchestratorService/GetProgress": _USERS,
     "quartet.v1.OrchestratorService/WatchProgress": _USERS,
     "quartet.v1.OrchestratorService/Stop": _USERS,
