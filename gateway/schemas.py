@@ -274,8 +274,26 @@ class Token(Model):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, populate_by_name=True)
 
 
+class Branch(Model):
+    """A further token sequence of an episode, whose prompt holds all tokens before its first own turn."""
+
+    parent: int
+    """Index of the branch that it was forked from: 0 is the first one, 1 the first of `further_branches`. -1 without one."""
+    shared_tokens: int
+    """Tokens at the beginning of the prompt that are those of the parent."""
+    prompt: str
+    """Text of the prompt after the shared tokens."""
+    prompt_length: int
+    """Tokens of the prompt, shared ones included."""
+    segments: list[Segment]
+    prompt_tokens: list[Token]
+    """Tokens of the prompt; empty if they were not kept."""
+    tokens: list[Token]
+    """Tokens of the response; empty if they were not kept."""
+
+
 class TrajectoryDetail(TrajectorySummary):
-    """One response, token by token."""
+    """One response, token by token. With several branches, its tokens and segments are those of the first one."""
 
     generator: str
     """Address of the generator, HOST:PORT; empty if the actor generated the response."""
@@ -291,6 +309,8 @@ class TrajectoryDetail(TrajectorySummary):
     """Tokens of the response; empty if they were not kept."""
     segments: list[Segment]
     """The policy's turns and the observations of the environment; empty without an environment."""
+    further_branches: list[Branch]
+    """The other token sequences of the episode, in the order of their beginnings; mostly empty."""
     lower: str | None
     """Id of the response with the next lower score in the same step, or null."""
     higher: str | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import Path, Query
@@ -14,7 +15,7 @@ from quartet.gateway.readers.jsonl_records import Record
 from quartet.gateway.readers.token_texts import token_texts
 from quartet.gateway.readers.trajectory_index import SortKey, TrajectoryFilter, page_of, step_window
 from quartet.gateway.routes.dependencies import Cursor, Limit, Step, TheReaders, TheRunFiles
-from quartet.gateway.schemas import Page, Segment, Token, TrajectoryDetail, TrajectorySummary, VersionSpan
+from quartet.gateway.schemas import Branch, Page, Segment, Token, TrajectoryDetail, TrajectorySummary, VersionSpan
 from quartet.run_directory.token_files import TrajectoryTokens, read_tokens
 
 router = api_router("trajectories")
@@ -116,7 +117,8 @@ def get_trajectory(
         generator=record.get("generator", ""),
         weights_digest=record.get("weights_digest", ""),
         version_spans=[VersionSpan(**span) for span in record.get("version_spans", [])],
-        segments=[Segment(**segment) for segment in record.get("segments", [])],
+        segments=_segments(record),
+        further_branches=_further_branches(record, tokenizer, () if tokens is None else tokens.further_branches),
         kl_coefficient=columns.row(step).get("kl_coefficient"),
         prompt_tokens=[] if tokens is None else _prompt_tokens(tokenizer, tokens),
         tokens=[] if tokens is None else _response_tokens(tokenizer, tokens),
@@ -160,6 +162,28 @@ def _summary(step: int, record: Record) -> TrajectorySummary:
         response_tokens=record["response_tokens"],
         finished=record["finished"],
     )
+
+
+def _segments(record: Record) -> list[Segment]:
+    return [Segment(**segment) for segment in record.get("segments", [])]
+
+
+def _further_branches(record: Record, tokenizer: Any | None, tokens: Sequence[TrajectoryTokens]) -> list[Branch]:
+    """Return the other branches of an episode, with the ``tokens`` of each if they were kept."""
+    branches = record.get("further_branches", [])
+    kept: Sequence[TrajectoryTokens | None] = tokens or [None] * len(branches)
+    return [
+        Branch(
+            parent=branch["parent"],
+            shared_tokens=branch["shared_tokens"],
+            prompt=branch["prompt"],
+            prompt_length=branch["prompt_tokens"],
+            segments=_segments(branch),
+            prompt_tokens=[] if own is None else _prompt_tokens(tokenizer, own),
+            tokens=[] if own is None else _response_tokens(tokenizer, own),
+        )
+        for branch, own in zip(branches, kept, strict=False)
+    ]
 
 
 def _prompt_tokens(tokenizer: Any | None, tokens: TrajectoryTokens) -> list[Token]:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from quartet.contract.trajectory import FinishReason, TokenBatch, Trajectory, TrajectoryId
+from quartet.contract.trajectory import (
+    Branch,
+    FinishReason,
+    Segment,
+    SegmentRole,
+    TokenBatch,
+    Trajectory,
+    TrajectoryId,
+)
 from quartet.contract.update import Experience
 
 
@@ -20,6 +30,15 @@ def trajectory(
         -np.arange(response, dtype=np.float32) - prompt,
         FinishReason.LENGTH if prompt % 2 else FinishReason.EOS,
     )
+
+
+def forked(run: str, prompt: int, response: int = 3, version: int = 0) -> Trajectory:
+    """Return the same trajectory with a second branch, which begins with its prompt and has two tokens more."""
+    item = trajectory(run, prompt, response=response, version=version)
+    ids, log_probs = np.array([50 + prompt, 60], np.int32), np.array([-0.5, -0.25], np.float32)
+    prompt_ids = np.array([*item.prompt_ids, 70], np.int32)
+    segments = (Segment(SegmentRole.PROMPT, prompt_ids), Segment(SegmentRole.POLICY, ids, log_probs, version))
+    return replace(item, further_branches=(Branch(segments, 0, len(item.prompt_ids)),))
 
 
 def experience(run: str, step: int = 1) -> Experience:

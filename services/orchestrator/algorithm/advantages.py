@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from quartet.config.algorithm import AlgorithmConfig
@@ -15,6 +16,7 @@ from quartet.ppo import rewards, statistics
 from quartet.ppo.advantages import Estimator, EstimatorInput, check_estimator, estimate
 from quartet.ppo.gae import Advantages
 from quartet.ppo.rewards import EarlyRewards, RunningMoments
+from quartet.services.orchestrator.algorithm.policy_tokens import PolicyTokens
 from quartet.system.user_code import NotImportable, import_callable
 
 
@@ -27,10 +29,10 @@ def treat_scores(
     moments: RunningMoments | None,
     max_response_tokens: int,
 ) -> Tensor:
-    """Normalize scores [sequences] by ``moments``, scale and clip them, then apply the penalties for truncation and length.
+    """Normalize scores [episodes] by ``moments``, scale and clip them, then apply the penalties for truncation and length.
 
-    ``truncated`` bool [sequences]; ``lengths`` policy tokens [sequences]; ``response_lengths`` the same with observations, which
-    is what ``max_response_tokens`` limits.
+    ``truncated`` bool [episodes]; ``lengths`` policy tokens [episodes]; ``response_lengths`` response tokens of the longest
+    branch, observations included, which is what ``max_response_tokens`` limits.
     """
     if moments is not None:
         scores = rewards.normalize_scores(scores, moments.mean, moments.std)
@@ -62,7 +64,7 @@ def estimate_advantages(
     scores: Tensor,
     kl: Tensor,
     values: Tensor,
-    lengths: Tensor,
+    tokens: PolicyTokens,
     groups: Tensor,
     algorithm: AlgorithmConfig,
     kl_coefficient: float,
@@ -72,12 +74,20 @@ def estimate_advantages(
 ) -> Advantages:
     """Return advantages and value targets [tokens] by the configured estimator. Value targets are 0 without a critic.
 
-    ``scores`` [sequences]; ``kl`` and ``values`` [tokens]; ``groups`` [sequences], the prompt of each response. All tokens are
-    the policy's own. ``early``: the part of the scores that belongs to turns before the last one. ``pretrains_values``: the value
-    targets are returns without values, of lambda 1. ``baselines`` [sequences], for an estimator that needs them.
+    ``scores`` and ``groups`` [episodes], the prompt of each; ``kl`` and ``values`` [tokens]. All tokens are the policy's own. An
+    estimator with one advantage per response sees an episode as one response. One with an advantage per token sees each branch of
+    an episode as a response, with the score by ``algorithm.branch_credit``. ``early``: the part of the scores that belongs to
+    other turns than the last one, by branch. ``pretrains_values``: the value targets are returns without values, of lambda 1.
+    ``baselines`` [episodes], for an estimator that needs them.
     """
-    spec = algorithm.estimator_spec
+    spec, lengths = algorithm.estimator_spec, tokens.lengths
     if spec.granularity == "token":
+        lengths, groups = tokens.branch_lengths, groups[tokens.episodes]
+        if baselines is not None:
+            baselines = baselines[tokens.episodes]
+        scores = scores[tokens.episodes]
+        if algorithm.branch_credit == "last":
+            scores = torch.where(tokens.is_last, scores, 0.0)
         step_rewards = rewards.token_rewards(scores, kl, lengths, kl_coefficient, early)
         if algorithm.whiten_rewards:
             step_rewards = statistics.whiten(step_rewards, shift_mean=False)

@@ -12,7 +12,7 @@ import torch
 from quartet.config.algorithm import AlgorithmConfig
 from quartet.contract.arrays import FloatArray, IntArray
 from quartet.contract.logged_values import means_of
-from quartet.contract.trajectory import FinishReason, TokenBatch
+from quartet.contract.trajectory import FinishReason, TokenBatch, Trajectory
 from quartet.contract.update import Experience
 from quartet.ppo import kl, ragged, rewards, statistics
 from quartet.ppo.distillation import distillation_advantages
@@ -24,8 +24,9 @@ from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """Experience of a step, KL in nats of each response [sequences] and at each token [response tokens], and metrics by name.
+    """Experience of a step, KL in nats of each episode [episodes] and at each token [response tokens], and metrics by name.
 
+    ``branches`` int32 [episodes]: the number of their sequences in the experience.
     The KL is log π − log π_ref, with log π of ``algorithm.kl_log_probs``. The metrics exclude those of ``response_metrics``.
     """
 
@@ -33,6 +34,7 @@ class PreparedStep:
     response_kl: FloatArray
     token_kl: FloatArray
     metrics: dict[str, float]
+    branches: IntArray
 
 
 def prepare_step(
@@ -48,9 +50,10 @@ def prepare_step(
     """Compute treated scores, advantages and value targets of a step's trajectories, which are sorted by id.
 
     All numbers are computed over the policy's own tokens, as if the observations between them were not there. The experience
-    holds 0 at observation tokens. ``moments`` normalise the scores; None leaves them unchanged. ``max_response_tokens`` is the
-    limit of overlong penalties. ``baselines`` are the greedy responses, for an estimator that needs them. Without scores,
-    their metrics are absent, and the experience has no scores.
+    holds 0 at observation tokens. It has one sequence for each branch of an episode, with the score of the episode; scores, KL
+    and lengths in rewards and metrics are those of episodes. ``moments`` normalise the scores; None leaves them unchanged.
+    ``max_response_tokens`` is the limit of overlong penalties. ``baselines`` are the greedy responses, for an estimator that
+    needs them. Without scores, their metrics are absent, and the experience has no scores.
     """
     trajectories = [item.trajectory for item in scored]
     batch = TokenBatch.of(trajectories)
@@ -67,18 +70,20 @@ def prepare_step(
     # Without scores, rewards are sums without a term.
     raw_scores = torch.tensor([0.0 if item.score is None else item.score for item in scored])
 
-    response_lengths = torch.from_numpy(batch.response_lengths).long()
+    response_lengths = _longest_branches(trajectories)
     scores = treat_scores(raw_scores, truncated, lengths, response_lengths, algorithm, moments, max_response_tokens)
     penalty = kl.kl_estimate(policy_log_probs, reference_log_probs, algorithm.kl_estimator)
-    early = early_rewards(trajectories, score_factor(algorithm, moments))
+    early = early_rewards(trajectories, score_factor(algorithm, moments), algorithm.branch_credit)
     pretrains = algorithm.pretrains_values(step)
     greedy = _baseline_scores(scored, baselines, algorithm, moments, max_response_tokens) if baselines else None
     reward_coefficient = 0.0 if algorithm.has_kl_loss else algorithm.kl_coefficient
     estimate = estimate_advantages(
-        scores, penalty, values, lengths, groups, algorithm, reward_coefficient, early, pretrains, greedy
+        scores, penalty, values, tokens, groups, algorithm, reward_coefficient, early, pretrains, greedy
     )
     masked = algorithm.truncation.treatment == "mask"
     actor_mask = rewards.mask_truncated(truncated if masked else torch.zeros_like(truncated), lengths)
+    if algorithm.branch_credit == "last" and algorithm.estimator_spec.granularity == "sequence":
+        actor_mask = actor_mask * tokens.is_last.float().repeat_interleave(tokens.branch_lengths)
     advantages = estimate.advantages
     if algorithm.normalizes_advantages:
         advantages = statistics.whiten(advantages, shift_mean=True, mask=actor_mask)
@@ -86,7 +91,11 @@ def prepare_step(
     if distillation is not None:
         # After the normalization, which would scale up the noise of a student that has reached its teacher.
         advantages = advantages + distillation_advantages(
-            policy_log_probs, reference_log_probs, lengths, distillation.coefficient, distillation.discount
+            policy_log_probs,
+            reference_log_probs,
+            tokens.branch_lengths,
+            distillation.coefficient,
+            distillation.discount,
         )
 
     token_kl = kl.kl_estimate(policy_log_probs, reference_log_probs, "k1")
@@ -114,9 +123,9 @@ def prepare_step(
         run=run,
         step=step,
         policy_version=policy_version,
-        ids=tuple(str(t.id) for t in trajectories),
+        ids=tuple(id for t in trajectories for id in t.branch_ids),
         batch=batch,
-        scores=_array(scores if has_scores else scores[:0]),
+        scores=_array(scores[tokens.episodes] if has_scores else scores[:0]),
         log_probs=tokens.spread(log_probs),
         reference_log_probs=tokens.spread(reference_log_probs),
         values=tokens.spread(values),
@@ -125,7 +134,8 @@ def prepare_step(
         actor_mask=tokens.spread(actor_mask),
         response_mask=tokens.mask,
     )
-    return PreparedStep(experience, _array(response_kl), tokens.spread(token_kl), metrics)
+    branches = np.array([len(item.branches) for item in trajectories], np.int32)
+    return PreparedStep(experience, _array(response_kl), tokens.spread(token_kl), metrics, branches)
 
 
 def response_metrics(responses: Sequence[IntArray]) -> dict[str, float]:
@@ -162,6 +172,11 @@ def _part_means(scored: Sequence[ScoredTrajectory]) -> dict[str, float]:
     }
 
 
+def _longest_branches(trajectories: Sequence[Trajectory]) -> torch.Tensor:
+    """Return the response tokens of the longest branch of each trajectory, observations included: int64 [episodes]."""
+    return torch.tensor([max(len(branch.response_ids) for branch in item.branches) for item in trajectories])
+
+
 def _array(tensor: torch.Tensor) -> FloatArray:
     return tensor.to(torch.float32).numpy()
 
@@ -182,7 +197,7 @@ def _baseline_scores(
         torch.tensor([0.0 if item.score is None else item.score for item in baselines]),
         torch.tensor([item.finish_reason is FinishReason.LENGTH for item in trajectories]),
         torch.tensor([len(item.policy_ids) for item in trajectories]),
-        torch.tensor([len(item.response_ids) for item in trajectories]),
+        _longest_branches(trajectories),
         algorithm,
         moments,
         max_response_tokens,

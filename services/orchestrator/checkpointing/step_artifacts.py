@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quartet.config.prompt_sets import SET_FIELD
 from quartet.contract.status import Role
-from quartet.contract.trajectory import FAILURES, FinishReason, Outcome, SegmentRole, Trajectory, VersionSpan
+from quartet.contract.trajectory import FAILURES, Branch, FinishReason, Outcome, SegmentRole, Trajectory, VersionSpan
 from quartet.contract.update import UpdateResult
 from quartet.data.evaluation import stream_name
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, response_metrics
@@ -132,27 +132,47 @@ def _origin(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _episode(tokenizer: Any, trajectory: Trajectory) -> dict[str, Any]:
-    """Return the segments of the response as text, with the reward after each turn; nothing without an environment."""
-    if not trajectory.turn_rewards:
+    """Return the segments of an episode as text, with the reward after each turn; nothing for a single response."""
+    if not (trajectory.turn_rewards or len(trajectory.turns) > 1):
         return {}
-    segments, rewards = trajectory.segments[1:], iter(trajectory.turn_rewards)
-    texts = tokenizer.batch_decode([segment.token_ids for segment in segments])
-    return {
-        "segments": [
+    rewards = iter(trajectory.turn_rewards)
+
+    def segments_of(branch: Branch) -> list[dict[str, Any]]:
+        segments = branch.segments[1:]
+        texts = tokenizer.batch_decode([segment.token_ids for segment in segments])
+        return [
             {
                 "role": str(segment.role),
                 "text": text,
                 "tokens": len(segment.token_ids),
-                **({"reward": next(rewards)} if segment.role is SegmentRole.POLICY else {}),
+                **({"reward": next(rewards)} if trajectory.turn_rewards and segment.role is SegmentRole.POLICY else {}),
             }
             for segment, text in zip(segments, texts, strict=True)
         ]
+
+    first, *further = (segments_of(branch) for branch in trajectory.branches)
+    if not further:
+        return {"segments": first}
+    prompts = tokenizer.batch_decode([each.prompt_ids[each.shared_tokens :] for each in trajectory.further_branches])
+    return {
+        "segments": first,
+        "further_branches": [
+            {
+                "parent": branch.parent,
+                "shared_tokens": branch.shared_tokens,
+                "prompt_tokens": len(branch.prompt_ids),
+                "prompt": prompt,
+                "segments": segments,
+            }
+            for branch, prompt, segments in zip(trajectory.further_branches, prompts, further, strict=True)
+        ],
     }
 
 
 def token_arrays(prepared: PreparedStep, has_critic: bool) -> dict[str, NDArray[Any]]:
     """Return a step's trajectories token by token, for ``tokens/step-000001.safetensors``, in the order of ``trajectory_rows``.
 
+    A sequence is a branch. If any trajectory has more than one, ``branches`` int32 [trajectories] is their number.
     ``prompt_lengths`` and ``response_lengths`` int32 [sequences]; flat ``prompt_ids`` int32 [prompt tokens] and ``response_ids``
     int32 [response tokens]; ``log_probs`` of the engine, ``reference_log_probs``, ``kl`` (nats, as in ``PreparedStep``),
     ``advantages`` as trained on, ``returns`` and, with a critic, ``values``, all float32 [response tokens]. With observations
@@ -173,6 +193,8 @@ def token_arrays(prepared: PreparedStep, has_critic: bool) -> dict[str, NDArray[
     }
     if len(experience.response_mask):
         arrays["response_mask"] = experience.response_mask
+    if len(prepared.response_kl) < len(batch):
+        arrays["branches"] = prepared.branches
     return arrays | ({"values": experience.values} if has_critic else {})
 
 
@@ -229,11 +251,26 @@ def outcome_metrics(failed_trajectories: Sequence[FailedTrajectory]) -> dict[str
 
 
 def _failed_episode(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the segments after the prompt of a failed episode; nothing for one that could not be scored."""
-    if trajectory.outcome is Outcome.OK:
-        return {}
+    """Return the segments after the prompt of a failed episode, and what is needed to split ``response_ids`` into branches.
+
+    For one that could not be scored only the latter, if it has several branches.
+    """
+    first, *further = (
+        [{"role": str(part.role), "tokens": len(part.token_ids)} for part in branch.segments[1:]]
+        for branch in trajectory.branches
+    )
+    branches = [
+        {
+            "parent": branch.parent,
+            "shared_tokens": branch.shared_tokens,
+            "prompt_ids": branch.prompt_ids.tolist(),
+            "segments": segments,
+        }
+        for branch, segments in zip(trajectory.further_branches, further, strict=True)
+    ]
     return {
-        "segments": [{"role": str(part.role), "tokens": len(part.token_ids)} for part in trajectory.segments[1:]],
+        **({} if trajectory.outcome is Outcome.OK and not branches else {"segments": first}),
+        **({"further_branches": branches} if branches else {}),
     }
 
 

@@ -418,9 +418,11 @@ class _Arrivals:
                 since = f" or one of its updates up to version {max(newer)}" if newer else ""
                 return f"{text}, requested were version {version} and digest {digest.hex() or 'none'}{since}"
         versions = [span.policy_version for span in trajectory.version_spans]
-        if versions and (versions != sorted(set(versions)) or versions[-1] != trajectory.policy_version):
+        rises = all(part == sorted(set(part)) for part in _versions_of_branches(trajectory))
+        if versions and (not rises or max(versions) != trajectory.policy_version):
             return (
                 f"{where} is of policy versions {versions} in this order; expected a rising order up to its own version"
+                + (" in each branch" if trajectory.further_branches else "")
             )
         return ""
 
@@ -434,3 +436,20 @@ class _Arrivals:
         if any(id not in self._waiting for id in group):
             return []
         return [self._waiting.pop(id) for id in group]
+
+
+def _versions_of_branches(trajectory: Trajectory) -> list[list[int]]:
+    """Return the policy versions in each branch, in their order. A branch may continue after a later one has begun."""
+    spans, start, result = trajectory.version_spans, 0, []
+    ends = np.cumsum([span.tokens for span in spans])
+    for branch in trajectory.branches:
+        end = start + len(branch.policy_ids)
+        result.append(
+            [
+                span.policy_version
+                for span, last in zip(spans, ends, strict=True)
+                if last - span.tokens < end and last > start
+            ]
+        )
+        start = end
+    return result

@@ -173,7 +173,8 @@ class Evaluator:
         collected = self._collector.collect(batch, generation, on_progress, fields, weights=weights)
         self._collector.reset()
         self._stream.acknowledge(collected.entry_ids)
-        responses = [item.trajectory.response_ids for item in collected.scored]
+        # Of several branches, the last one, which the reward sources have scored.
+        responses = [item.trajectory.branches[-1].response_ids for item in collected.scored]
         texts = texts_of(self._tokenizer, responses, special_tokens=False)
         return [
             Response.of(

@@ -46,10 +46,11 @@ SUM_TOLERANCE = 1e-3
 class ScoredTrajectory:
     """A trajectory with the results of the scoring services.
 
-    ``score`` in units of reward, with ``parts`` by name if it is a weighted sum. The environment's rewards are part of the score.
-    None if the run has neither a reward service nor an environment. ``logged``: see ``Scores``.
-    ``reference_log_probs`` and ``values`` are float32 [response tokens]; values are 0 without a critic. ``policy_log_probs``, in
-    the same shape, are those of the actor before the update of the step; None unless algorithm.kl_log_probs is trainer.
+    ``score`` in units of reward, with ``parts`` by name if it is a weighted sum. Reward sources score the last branch. The
+    environment's rewards are part of the score. None if the run has neither a reward service nor an environment. ``logged``: see
+    ``Scores``. ``reference_log_probs`` and ``values`` are float32 [response tokens]; values are 0 without a critic.
+    ``policy_log_probs``, in the same shape, are those of the actor before the update of the step; None unless
+    algorithm.kl_log_probs is trainer.
     """
 
     trajectory: Trajectory
@@ -150,6 +151,8 @@ class Scoring:
 
         def request_scores(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Future[Scores]:
             assert services.reward is not None
+            if any(item.further_branches for item in trajectories):
+                batch = TokenBatch.of_last_branches(trajectories)
             lines = [fields[item.id.prompt] for item in trajectories] if fields else []
             call = services.reward.start(lambda client: client.score(batch, lines, weights or None))
             observe(Role.REWARD, "score", call)

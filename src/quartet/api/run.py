@@ -49,7 +49,8 @@ class RunTrajectory:
     generator, and ``weights_digest`` the digest of its weights; both are empty if the actor generated with its own weights.
     ``version_spans`` are the parts of the response by policy version, empty if ``policy_version`` generated all of it.
     ``segments`` are the turns of the policy and the environment's observations, with role, text, tokens and, for a turn, reward;
-    empty without an environment.
+    empty without an environment. ``further_branches`` are the other token sequences of an episode, in the format of
+    ``trajectories/``; ``segments`` are then those of the first.
     """
 
     id: str
@@ -66,6 +67,7 @@ class RunTrajectory:
     weights_digest: bytes
     version_spans: tuple[VersionSpan, ...]
     segments: list[dict[str, Any]]
+    further_branches: list[dict[str, Any]]
     _files: RunFiles = field(repr=False, compare=False)
     _index: int = field(repr=False, compare=False)
 
@@ -165,6 +167,7 @@ class Run:
                         for span in row.get("version_spans", [])
                     ),
                     segments=row.get("segments", []),
+                    further_branches=row.get("further_branches", []),
                     _files=self._files,
                     _index=index,
                 )

@@ -184,6 +184,10 @@ class AlgorithmConfig(Section):
     normalize_advantages: bool | None = None
     """Shift and scale advantages to mean 0 and standard deviation 1 over the response tokens of a step. Null: the default of the
     estimator."""
+    branch_credit: Literal["every", "last"] = "every"
+    """Branches of an episode that get its score, if it has several. every: each of them, at its end. last: the last one only, at
+    its end; an estimator with one advantage per response then leaves the others out of the policy loss. The rewards of turns
+    are at the ends of their turns in both cases. Episodes count once in baselines of groups."""
     whiten_rewards: bool = False
     """Scale token rewards to standard deviation 1 over the step, and keep their mean."""
     kl_coefficient: NonNegative = 0.05

@@ -135,10 +135,11 @@ def texts_of(tokenizer: Any, token_ids: Sequence[IntArray], special_tokens: bool
 class Response:
     """A response with its metrics.
 
-    ``score`` is in units of reward, None in a run without scores. ``tokens`` is the number of the policy's tokens. ``finished``:
-    the model or the environment ended the response, not a limit. ``kl``: sum of log π − log π_ref over these tokens, in nats;
-    None for greedy responses, for which it is not an estimate of the KL. ``parts``: unweighted scores of an ensemble's sources by
-    name, as far as there are any.
+    ``text`` is that of the last branch. ``score`` is in units of reward, None in a run without scores. ``tokens``: number of the
+    policy's tokens. ``finished``: the model or the environment ended the response, not a limit. ``kl``: sum of
+    log π − log π_ref over these tokens, in nats; None for greedy responses, for which it is not an estimate of the KL. ``parts``:
+    unweighted scores of an ensemble's sources by name, as far as there are any. ``branches``: number of token sequences of the
+    episode.
     """
 
     text: str
@@ -147,6 +148,7 @@ class Response:
     finished: bool
     kl: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
+    branches: int = 1
 
     @classmethod
     def of(
@@ -164,7 +166,7 @@ class Response:
             difference = trajectory.log_probs[own].astype(np.float64) - reference_log_probs[own].astype(np.float64)
             kl = float(np.sum(difference))
         finished = trajectory.finish_reason is not FinishReason.LENGTH
-        return cls(text, score, len(trajectory.policy_ids), finished, kl, parts)
+        return cls(text, score, len(trajectory.policy_ids), finished, kl, parts, len(trajectory.branches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +327,8 @@ def row(comparison: Comparison) -> dict[str, Any]:
         "judge": comparison.judge,
         **({"parts_greedy": dict(policy.greedy.parts)} if policy.greedy.parts else {}),
         **({"parts_sampled": dict(policy.sampled.parts)} if policy.sampled.parts else {}),
+        **({"branches_greedy": policy.greedy.branches} if policy.greedy.branches > 1 else {}),
+        **({"branches_sampled": policy.sampled.branches} if policy.sampled.branches > 1 else {}),
     }
 
 
@@ -342,6 +346,7 @@ def responses_of(rows: Sequence[Mapping[str, Any]], source: str) -> dict[int, Pr
                     finished=_typed(item[f"finished_{kind}"], bool),
                     kl=float(item["kl"]) if kind == "sampled" else None,
                     parts=_typed(item.get(f"parts_{kind}", {}), dict),
+                    branches=_typed(item.get(f"branches_{kind}", 1), int),
                 )
                 for kind in ("greedy", "sampled")
             )

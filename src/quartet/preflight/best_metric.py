@@ -69,7 +69,7 @@ def _missing_metrics(config: Config) -> Iterator[tuple[str, str]]:
             "rollout.max_off_policy_steps is 0",
         ),
         ("in_flight_tokens", rollout.in_flight_updates, "rollout.in_flight_updates is false"),
-        ("turns_mean|observation_tokens", config.has_environment, "rollout.max_turns is 0"),
+        ("turns_mean|branches_mean|observation_tokens", config.has_environment, "rollout.max_turns is 0"),
         (
             "sampling_rounds|equal_groups|prompts_consumed|generated_reward_mean",
             rollout.dynamic_sampling,

@@ -322,6 +322,12 @@ STEP_METRICS = (
         "at rollout.max_turns: episodes do not end",
     ),
     metric(
+        "branches_mean",
+        "branches",
+        "Mean token sequences per episode with an environment. More than 1: some did not continue with the tokens before.",
+        "as the task requires",
+    ),
+    metric(
         "observation_tokens",
         "tokens",
         "Tokens of the environment's observations in the step. They are not trained on.",

@@ -237,6 +237,41 @@ def test_an_episode_shows_its_turns_and_which_tokens_are_of_observations(tmp_pat
     assert [token["log_prob"] for token in episode["tokens"]] == [0, None, None, -3]
 
 
+def test_an_episode_shows_the_tree_of_its_branches(tmp_path: Path) -> None:
+    files, rows = with_trajectories(tmp_path, 1)
+    turn, later = ({"role": "policy", "text": text, "tokens": 1, "reward": 0.5} for text in "ac")
+    branch = {"parent": 0, "shared_tokens": 1, "prompt_tokens": 2, "prompt": "b", "segments": [later]}
+    lines = [rows[0], rows[1] | {"segments": [turn], "further_branches": [branch]}]
+    (files.trajectories / "step-000001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = ("log_probs", "reference_log_probs", "kl", "advantages", "returns")
+    arrays = {
+        "branches": np.array([1, 2], np.int32),
+        "prompt_lengths": np.array([1, 1, 2], np.int32),
+        "response_lengths": np.array([1, 1, 1], np.int32),
+        "prompt_ids": np.array([3, 3, 3, 4], np.int32),
+        "response_ids": np.array([9, 5, 6], np.int32),
+        **dict.fromkeys(names, np.array([-1, -2, -3], np.float32)),
+    }
+    with serving(tmp_path) as gateway:
+        without = gateway.client.get("/runs/some/trajectories/1/0/1").json()
+        files.write_tokens(1, arrays)
+        plain, episode = (gateway.client.get(f"/runs/some/trajectories/1/0/{sample}").json() for sample in (0, 1))
+    assert plain["further_branches"] == []
+    assert [token["id"] for token in plain["tokens"]] == [9]
+    assert (episode["segments"], [token["id"] for token in episode["tokens"]]) == ([turn], [5])
+    (shown,) = episode["further_branches"]
+    assert [token["id"] for token in shown.pop("prompt_tokens")] == [3, 4]
+    assert [(token["id"], token["log_prob"]) for token in shown.pop("tokens")] == [(6, -3)]
+    assert shown == {
+        "parent": 0,
+        "shared_tokens": 1,
+        "prompt": "b",
+        "prompt_length": 2,
+        "segments": [later],
+    }
+    assert without["further_branches"] == [shown | {"prompt_tokens": [], "tokens": []}]
+
+
 def test_tokens_match_the_token_files(run_gateway: Gateway, finished_run: Run) -> None:
     tokenizer = Tokenizer.from_file(str(finished_run.files.tokenizer / "tokenizer.json"))
     for step in range(1, STEPS + 1):

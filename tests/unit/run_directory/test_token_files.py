@@ -50,6 +50,29 @@ def test_each_trajectory_is_read_from_its_part_of_the_arrays(tmp_path: Path) -> 
     assert [path.name for path in files.tokens.iterdir()] == ["step-000007.safetensors"]
 
 
+def test_a_trajectory_has_its_branches(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    files.write_tokens(7, arrays() | {"branches": np.array([1, 2], np.int32)})
+    one, two = files.read_tokens(7, 0), files.read_tokens(7, 1)
+    assert one is not None
+    assert two is not None
+    assert (one.response_ids.tolist(), one.further_branches) == ([200, 201], ())
+    assert two.response_ids.tolist() == [202, 203, 204, 205]
+    (further,) = two.further_branches
+    assert (further.prompt_ids.tolist(), further.response_ids.tolist()) == ([104, 105], [206])
+    assert further.advantages.tolist() == [18]
+    with pytest.raises(ConfigError, match="has 2 trajectories, expected one at 2"):
+        files.read_tokens(7, 2)
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [2, 2], [3, 0], [4, -1]])
+def test_numbers_of_branches_that_do_not_fit_are_reported(tmp_path: Path, counts: list[int]) -> None:
+    files = RunFiles(tmp_path)
+    files.write_tokens(7, arrays() | {"branches": np.array(counts, np.int32)})
+    with pytest.raises(ConfigError, match="different lengths"):
+        files.read_tokens(7, 0)
+
+
 def test_there_are_no_values_without_a_critic(tmp_path: Path) -> None:
     RunFiles(tmp_path).write_tokens(1, arrays(values=False))
     result = RunFiles(tmp_path).read_tokens(1, 0)

@@ -13,7 +13,7 @@ from quartet.errors import ServiceFailed
 from quartet.services.orchestrator.checkpointing.step_artifacts import failed_trajectory_rows, trajectory_rows
 from quartet.services.orchestrator.rollout.collector import CollectedStep
 from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
-from tests.buffer.samples import trajectory
+from tests.buffer.samples import forked, trajectory
 
 OLD, NEW = bytes(range(16)), bytes(range(16, 32))
 
@@ -79,3 +79,34 @@ def test_a_failed_episode_has_its_outcome_and_what_is_needed_to_repeat_it() -> N
     assert row["outcome"] == "timeout"
     assert row["response_ids"] == [4, 5, 6, 8, 9]
     assert row["segments"] == [{"role": "policy", "tokens": 3}, {"role": "observation", "tokens": 2}]
+
+
+def test_an_episode_of_several_branches_has_each_of_them_once() -> None:
+    scored_row, failed_row = rows_of(replace(forked("run", 4), turn_rewards=(0.5, -1.0)))
+    assert (scored_row["prompt"], scored_row["response"], scored_row["response_tokens"]) == ("5 2", "4 5 6 54 60", 5)
+    assert scored_row["segments"] == [{"role": "policy", "text": "4 5 6", "tokens": 3, "reward": 0.5}]
+    assert scored_row["further_branches"] == [
+        {
+            "parent": 0,
+            "shared_tokens": 2,
+            "prompt_tokens": 3,
+            "prompt": "70",
+            "segments": [{"role": "policy", "text": "54 60", "tokens": 2, "reward": -1.0}],
+        }
+    ]
+    assert failed_row["response_ids"] == [4, 5, 6, 54, 60]
+    assert failed_row["segments"] == [{"role": "policy", "tokens": 3}]
+    assert failed_row["further_branches"] == [
+        {
+            "parent": 0,
+            "shared_tokens": 2,
+            "prompt_ids": [5, 2, 70],
+            "segments": [{"role": "policy", "tokens": 2}],
+        }
+    ]
+
+
+def test_turns_without_an_environment_have_no_reward() -> None:
+    row = rows_of(forked("run", 4))[0]
+    assert row["segments"] == [{"role": "policy", "text": "4 5 6", "tokens": 3}]
+    assert row["further_branches"][0]["segments"] == [{"role": "policy", "text": "54 60", "tokens": 2}]

@@ -20,7 +20,7 @@ from quartet.services.orchestrator.rollout.collector import CollectedStep, Colle
 from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices
 from quartet.services.orchestrator.rollout.scoring_queue import max_batches_in_flight
 from quartet.services.orchestrator.service_clients import wait_for_all
-from tests.buffer.samples import trajectory
+from tests.buffer.samples import forked, trajectory
 from tests.services.orchestrator.fake_services import FakeCall, FakeGeneration, Scorer, responses
 from tests.services.orchestrator.rollout.failing_services import batch_of, ended_generation
 from tests.waiting import LIMIT
@@ -76,6 +76,23 @@ def test_each_trajectory_has_its_results_and_trajectories_are_sorted_by_id(strea
     assert counts[-1] == 7
     stream.acknowledge(step.entry_ids)
     assert stream.depth() == 0
+
+
+def test_reward_sources_score_the_last_branch_and_the_other_services_every_branch(
+    stream: RolloutStream, run: str
+) -> None:
+    written = [trajectory(run, 0), forked(run, 1), forked(run, 2), trajectory(run, 3)]
+    stream.append(written)
+    scorer = Scorer()
+    step = collect(stream, scorer, written, score_batch_size=4)
+    assert [[ids.tolist() for ids in batch.sequences()] for batch in scorer.batches] == [
+        [[1, 2, 0, 1, 2], [2, 2, 70, 51, 60], [3, 2, 70, 52, 60], [4, 2, 3, 4, 5]]
+    ]
+    assert [len(item.values) for item in step.scored] == [3, 5, 5, 3]
+    for item in step.scored:
+        response = item.trajectory.response_ids.astype(np.float32)
+        np.testing.assert_array_equal(item.reference_log_probs, -response)
+        np.testing.assert_array_equal(item.values, 2 * response)
 
 
 def test_batches_are_neighbours_in_the_order_of_the_ids_however_entries_arrive(stream: RolloutStream, run: str) -> None:

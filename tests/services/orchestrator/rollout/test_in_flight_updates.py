@@ -26,7 +26,7 @@ from quartet.services.orchestrator.rollout.collector import CollectedStep, Colle
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.weight_transfer.receiver import WeightMirror
-from tests.buffer.samples import trajectory
+from tests.buffer.samples import forked, trajectory
 from tests.services.in_flight_engine import SECONDS, InFlightEngine
 from tests.services.model_services import Services
 from tests.services.orchestrator.fake_services import FakeGeneration, Scorer
@@ -283,6 +283,41 @@ def test_a_step_accepts_published_updates_of_the_requested_policy(
     parts: list[tuple[int, bytes, int]], stream: RolloutStream, run: str
 ) -> None:
     assert len(collect_one(stream, spans(run, *parts), {1: NEW, 2: OLD}).scored) == 1
+
+
+def forked_spans(run: str, *parts: tuple[int, bytes, int], newest: tuple[int, bytes]) -> Trajectory:
+    """Return an episode of two branches, of 3 and 2 tokens, with these parts."""
+    changes: dict[str, Any] = {"policy_version": newest[0], "weights_digest": newest[1]}
+    return replace(spans(run, *parts, **changes), further_branches=forked(run, 1).further_branches)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        # The first branch continues after the second one has begun.
+        [(0, OLD, 1), (1, NEW, 2), (0, OLD, 2)],
+        [(0, OLD, 2), (1, NEW, 1), (0, OLD, 1), (1, NEW, 1)],
+        [(0, OLD, 1), (1, NEW, 4)],
+        [(0, OLD, 3), (1, NEW, 2)],
+    ],
+)
+def test_versions_rise_within_each_branch(parts: list[tuple[int, bytes, int]], stream: RolloutStream, run: str) -> None:
+    assert len(collect_one(stream, forked_spans(run, *parts, newest=(1, NEW)), {1: NEW}).scored) == 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "newest"),
+    [
+        ([(1, NEW, 1), (0, OLD, 4)], (1, NEW)),
+        ([(0, OLD, 3), (1, NEW, 1), (0, OLD, 1)], (1, NEW)),
+        ([(0, OLD, 3), (1, NEW, 2)], (0, OLD)),
+    ],
+)
+def test_versions_that_fall_within_a_branch_are_refused(
+    parts: list[tuple[int, bytes, int]], newest: tuple[int, bytes], stream: RolloutStream, run: str
+) -> None:
+    with pytest.raises(BufferFailed, match="expected a rising order up to its own version in each branch"):
+        collect_one(stream, forked_spans(run, *parts, newest=newest), {1: NEW})
 
 
 @pytest.mark.parametrize(

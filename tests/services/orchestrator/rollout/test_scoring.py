@@ -23,6 +23,8 @@ from quartet.errors import (
     TooManyFailedTrajectories,
 )
 from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices
+from tests.buffer.samples import forked
+from tests.services.orchestrator.fake_services import Scorer
 from tests.services.orchestrator.rollout.failing_services import (
     ALWAYS,
     SERVICES,
@@ -158,6 +160,23 @@ def scoring_of(
     for batch in batches:
         scoring.start([sampled(run, prompt) for prompt in batch])
     return scoring
+
+
+def test_a_retry_sends_the_last_branch_again(run: str) -> None:
+    scorer = Scorer(failure=ServiceFailed("not now"), fails_at="score")
+    services = ScoringServices(scorer, scorer, scorer, 0.7)  # type: ignore[arg-type]
+    scoring = Scoring(services, {}, RecoveryConfig(max_scoring_attempts=4), SkippingClock())
+    scoring.start([forked(run, 1), forked(run, 2)])
+    scoring.advance()
+    while len(scorer.batches) < 3:
+        scoring.advance()
+    scorer._fails_at = ""
+    while scoring.batches_in_flight:
+        scoring.advance()
+    both = [[2, 2, 70, 51, 60], [3, 2, 70, 52, 60]]
+    assert [[ids.tolist() for ids in batch.sequences()] for batch in scorer.batches[:2]] == [both, both]
+    assert all(len(batch) == 1 and batch.sequences()[0][2] == 70 for batch in scorer.batches[2:])
+    assert [(item.trajectory.id.prompt, item.score) for item in scoring.scored] == [(1, 2.0), (2, 3.0)]
 
 
 def complete_in_order(order: Iterable[int], scorer: FailingScorer, scoring: Scoring) -> None:
