@@ -19,6 +19,7 @@ from quartet.contract.arrays import IntArray
 from quartet.contract.generation import GenerationBatch, GenerationRequest
 from quartet.contract.random_streams import environment_seed
 from quartet.contract.trajectory import (
+    Branch,
     EnvironmentReply,
     FinishReason,
     Outcome,
@@ -58,12 +59,18 @@ GenerateTurns = Callable[[Sequence[GenerationRequest], TurnSource], Iterator[Tra
 
 @dataclass(slots=True)
 class _Episode:
-    """A trajectory in progress. ``request`` is that of its last turn. ``attempt`` counts from 1."""
+    """A trajectory in progress. ``request`` is that of its last turn. ``attempt`` counts from 1.
+
+    ``segments`` are those of the current branch, which was forked from the one before with ``shared_tokens``. ``ended`` are the
+    branches before it.
+    """
 
     id: TrajectoryId
     session: str
     attempt: int
     segments: list[Segment]
+    shared_tokens: int = 0
+    ended: list[Branch] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     request: GenerationRequest | None = None
@@ -71,12 +78,28 @@ class _Episode:
 
     @property
     def token_ids(self) -> IntArray:
-        """All tokens so far."""
+        """All tokens of the current branch so far."""
         return np.concatenate([segment.token_ids for segment in self.segments])
 
     @property
-    def response_tokens(self) -> int:
-        return sum(len(segment.token_ids) for segment in self.segments[1:])
+    def branches(self) -> list[Branch]:
+        """All branches so far."""
+        parent = len(self.ended) - 1 if self.shared_tokens else -1
+        return [*self.ended, Branch(tuple(self.segments), parent, self.shared_tokens)]
+
+    @property
+    def prompt(self) -> Segment:
+        """The prompt of the data set."""
+        return self.branches[0].segments[0]
+
+    def begin_branch(self, prompt: IntArray) -> None:
+        """Begin a branch with this prompt, int32 [tokens], which may begin as the current branch does."""
+        before = self.token_ids
+        size = min(len(before), len(prompt))
+        different = np.flatnonzero(before[:size] != prompt[:size])
+        self.ended = self.branches
+        self.segments = [Segment(SegmentRole.PROMPT, prompt)]
+        self.shared_tokens = int(different[0]) if len(different) else size
 
 
 _Answer = tuple[_Episode, EnvironmentReply | BaseException]
@@ -219,7 +242,7 @@ class Episodes:
         if (failure := self._failure(episode, reply)) is not None:
             if episode.attempt < self._max_attempts(failure[0]):
                 self._environment.end(episode.session)
-                self._start(episode.id, episode.segments[0], episode.attempt + 1)
+                self._start(episode.id, episode.prompt, episode.attempt + 1)
                 return None
             episode.rewards = []
             self._end(episode, FinishReason.FAILED, *failure)
@@ -228,28 +251,34 @@ class Episodes:
         if reply.done or turns == self._settings.max_turns or room < 1:
             self._end(episode, FinishReason.DONE if reply.done else FinishReason.LENGTH)
             return None
-        if len(reply.observation):
+        if reply.prompt is not None:
+            episode.begin_branch(np.asarray(reply.prompt, np.int32))
+        elif len(reply.observation):
             episode.segments.append(Segment(SegmentRole.OBSERVATION, np.asarray(reply.observation, np.int32)))
         tokens = min(room, self._settings.max_turn_tokens or room)
         episode.request = GenerationRequest(episode.id, episode.token_ids, turns, tokens, episode.id in self._greedy)
         return episode.request
 
     def _room(self, episode: _Episode, reply: EnvironmentReply) -> int:
-        """Return the number of tokens that the next turn may have."""
-        return self._batch.sampling.max_response_tokens - episode.response_tokens - len(reply.observation)
+        """Return the number of tokens that the next turn may have: no branch is longer than the prompt and the limit."""
+        before = len(episode.token_ids) + len(reply.observation) if reply.prompt is None else len(reply.prompt)
+        return len(episode.prompt.token_ids) + self._batch.sampling.max_response_tokens - before
 
     def _failure(self, episode: _Episode, reply: EnvironmentReply) -> tuple[Outcome, str] | None:
         """Return the outcome of a failed or unusable reply with its cause, or None."""
         if reply.outcome is not Outcome.OK:
             return reply.outcome, reply.detail
         turns, size, observation = len(episode.rewards), self._vocabulary_size, reply.observation
+        given = observation if reply.prompt is None else reply.prompt
         problem = ""
-        if not turns and reply.done:
+        if not turns and reply.prompt is not None:
+            problem = "its first answer begins another sequence"
+        elif not turns and reply.done:
             problem = "it ended the episode before the first turn"
         elif not turns and self._room(episode, reply) < 1:
             limit = self._batch.sampling.max_response_tokens
             problem = f"its first observation has {len(observation)} tokens; expected less than {limit}, the limit of all turns"
-        elif len(observation) and (observation.min() < 0 or observation.max() >= size):
+        elif len(given) and (given.min() < 0 or given.max() >= size):
             problem = f"its observation after turn {turns} has token ids outside 0..{size - 1}"
         return (Outcome.ENVIRONMENT_ERROR, f"environment: {problem}") if problem else None
 
@@ -259,11 +288,12 @@ class Episodes:
         if self._waiting:
             self._start_next()
         batch, last, spans = self._batch, episode.last, _merged(episode.spans)
+        first, *further = episode.branches
         self._on_finished(
             Trajectory(
                 episode.id,
                 last.policy_version if last else batch.policy_version,
-                tuple(episode.segments),
+                first.segments,
                 reason,
                 last.weights_digest if last else batch.weights_digest,
                 last.generator if last else batch.generator,
@@ -271,6 +301,7 @@ class Episodes:
                 turn_rewards=tuple(episode.rewards),
                 outcome=outcome,
                 detail=detail,
+                further_branches=tuple(further),
             )
         )
 

@@ -35,7 +35,9 @@ sessions = st.text(printable, min_size=1, max_size=100)
 tokens = st.integers(1, 9).flatmap(ints)
 resets = st.builds(EnvironmentReset, sessions, st.integers(0, 2**63 - 1), names, tokens)
 steps = st.builds(EnvironmentStep, sessions, st.integers(1, 1_000_000), tokens)
-replies = st.builds(EnvironmentReply, st.integers(0, 9).flatmap(ints), float32, st.booleans())
+replies = st.builds(EnvironmentReply, st.integers(0, 9).flatmap(ints), float32, st.booleans()) | st.builds(
+    EnvironmentReply, st.just(np.zeros(0, np.int32)), float32, st.just(False), prompt=st.integers(1, 9).flatmap(ints)
+)
 failures = st.builds(EnvironmentReply.failed, st.sampled_from(FAILURES), st.text(printable, max_size=100))
 
 
@@ -54,6 +56,27 @@ def test_replies_survive_the_wire(reply: EnvironmentReply) -> None:
     assert_same(
         environment_reply_from_proto(environment_reply_to_proto(environment_pb2.StepResponse, reply).reply), reply
     )
+
+
+@pytest.mark.parametrize(("prompt", "observation", "done"), [((), (), False), ((1,), (2,), False), ((1,), (), True)])
+def test_a_prompt_that_contradicts_its_reply_is_refused(
+    prompt: tuple[int, ...], observation: tuple[int, ...], done: bool
+) -> None:
+    message = to_message(
+        environment_pb2.EnvironmentReply,
+        EnvironmentReply(np.array(observation, np.int32), 0.0, done),
+        prompt=np.array(prompt, np.int32),
+    )
+    with pytest.raises(InvalidRequest, match="prompt: expected at least one token, without an observation, and not at"):
+        environment_reply_from_proto(message)
+
+
+def test_a_prompt_has_ids_of_the_vocabulary() -> None:
+    reply = EnvironmentReply(np.zeros(0, np.int32), 0.0, False, prompt=np.array([1, 9], np.int32))
+    message = environment_reply_to_proto(environment_pb2.StepResponse, reply).reply
+    assert environment_reply_from_proto(message, 10).same_answer(reply)
+    with pytest.raises(InvalidRequest, match=r"prompt: expected ids in 0\.\.8, got 1 to 9"):
+        environment_reply_from_proto(message, 9)
 
 
 @given(failures)

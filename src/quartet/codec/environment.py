@@ -74,10 +74,15 @@ def environment_reply_from_proto(
 ) -> EnvironmentReply:
     """Convert and validate an answer. Raises InvalidRequest, also for ids outside ``vocabulary_size``."""
     reply = from_message(EnvironmentReply, message, detail=printable(message.detail))
-    ids = reply.observation
-    if len(ids) and (ids.min() < 0 or (vocabulary_size is not None and ids.max() >= vocabulary_size)):
-        allowed = "0 or more" if vocabulary_size is None else f"0..{vocabulary_size - 1}"
-        raise InvalidRequest(f"observation: expected ids in {allowed}, got {ids.min()} to {ids.max()}")
+    for name in ("observation", "prompt"):
+        ids = getattr(reply, name)
+        if (
+            ids is not None
+            and len(ids)
+            and (ids.min() < 0 or (vocabulary_size is not None and ids.max() >= vocabulary_size))
+        ):
+            allowed = "0 or more" if vocabulary_size is None else f"0..{vocabulary_size - 1}"
+            raise InvalidRequest(f"{name}: expected ids in {allowed}, got {ids.min()} to {ids.max()}")
     return reply
 
 

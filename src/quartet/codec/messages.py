@@ -143,7 +143,10 @@ def _writer(field: Any) -> Write:
         each = _writer(message.fields_by_name["value"])
         return each and (lambda values: {name: each(value) for name, value in values.items()})
     elif message.full_name == "quartet.v1.Tensor":
-        write = tensor_content
+
+        def write(array: Any) -> Any:
+            return array if array is None else tensor_content(array)
+
     else:
 
         def write(record: Any) -> Any:

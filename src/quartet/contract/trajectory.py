@@ -360,9 +360,10 @@ def _joined(parts: Sequence[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
 class EnvironmentReply:
     """Answer of an environment to a reset or to a turn of the policy.
 
-    ``observation`` int32 [tokens], may be empty: the tokens that follow in the trajectory. ``reward`` is that of the turn, 0 for
-    a reset. ``done``: the episode is over. ``outcome`` is not ok if the environment failed, with the cause in ``detail``, without
-    text of prompts and turns. Such a reply is done and its reward is NaN. Raises ComputationFailed if the two contradict.
+    ``observation`` int32 [tokens], may be empty: the tokens that follow in the trajectory. ``prompt`` int32 [tokens]: those of a
+    new branch, which the next turn begins; None if it continues the branch. ``reward`` is that of the turn, 0 for a reset.
+    ``done``: the episode is over. ``outcome`` is not ok if the environment failed, with the cause in ``detail``, without text of
+    prompts and turns. Such a reply is done and its reward is NaN. Raises ComputationFailed if they contradict each other.
     """
 
     observation: IntArray
@@ -370,6 +371,7 @@ class EnvironmentReply:
     done: bool
     outcome: Outcome = Outcome.OK
     detail: str = ""
+    prompt: IntArray | None = None
 
     def __post_init__(self) -> None:
         ok = self.outcome is Outcome.OK
@@ -380,6 +382,15 @@ class EnvironmentReply:
             )
         if not ok and (len(self.observation) or not self.done):
             raise ComputationFailed(f"outcome {self.outcome}: expected no observation, and done")
+        if self.prompt is not None and (self.done or len(self.observation) or not len(self.prompt)):
+            raise ComputationFailed("prompt: expected at least one token, without an observation, and not at the end")
+
+    def same_answer(self, other: EnvironmentReply) -> bool:
+        """Return whether two replies give an episode the same reward and tokens."""
+        return (self.reward, self.done) == (other.reward, other.done) and all(
+            (one is None) == (two is None) and np.array_equal(one, two)  # type: ignore[arg-type]
+            for one, two in ((self.observation, other.observation), (self.prompt, other.prompt))
+        )
 
     @classmethod
     def failed(cls, outcome: Outcome, detail: str) -> EnvironmentReply:

@@ -178,7 +178,7 @@ class EnvironmentClient:
                 raise _Different(
                     f"{self._where('Step')}: turn {number} failed when a lost session was repeated: {reply.detail}"
                 )
-            if not _equal(reply, expected):
+            if not reply.same_answer(expected):
                 raise _Different(
                     f"{self._where('Step')}: turn {number} gave another answer when a lost session was repeated; the "
                     "environment is not deterministic for equal seeds and turns"
@@ -246,7 +246,3 @@ class EnvironmentClient:
 
 class _Different(Exception):
     """The repetition of a session gave another answer."""
-
-
-def _equal(one: EnvironmentReply, other: EnvironmentReply) -> bool:
-    return (one.reward, one.done) == (other.reward, other.done) and np.array_equal(one.observation, other.observation)

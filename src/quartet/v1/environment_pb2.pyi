@@ -29,6 +29,7 @@ class EnvironmentReply(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     """Reward of the policy's last turn, finite; 0 for Reset. NaN unless the outcome is OK."""
     done: _builtins.bool
@@ -43,6 +44,13 @@ class EnvironmentReply(_message.Message):
         below vocabulary_size of the status. Empty unless the outcome is OK.
         """
 
+    @_builtins.property
+    def prompt(self) -> _tensor_pb2.Tensor:
+        """int32 [tokens], at least one if present: the turn that follows does not continue the tokens so far, but begins another sequence
+        of the trajectory, a branch, with these tokens as its prompt. Then `observation` is empty. For a chat template that changes
+        earlier turns. Absent from the answer to Reset, if the episode is over, and unless the outcome is OK.
+        """
+
     def __init__(
         self,
         *,
@@ -51,10 +59,11 @@ class EnvironmentReply(_message.Message):
         done: _builtins.bool = ...,
         outcome: _trajectory_pb2.Outcome.ValueType = ...,
         detail: _builtins.str = ...,
+        prompt: _tensor_pb2.Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["observation", b"observation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["observation", b"observation", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "done", b"done", "observation", b"observation", "outcome", b"outcome", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "done", b"done", "observation", b"observation", "outcome", b"outcome", "prompt", b"prompt", "reward", b"reward"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -82,6 +83,29 @@ class EchoEnvironment:
         observation = np.frombuffer((state * 8)[:count], np.uint8).astype(np.int32) % (tiny.VOCABULARY - 2) + 2
         done = turn > 0 and turn >= (self._turns or 2 + state[1] % 3)
         return EnvironmentReply(observation, state[2] / 256 if turn else 0.0, done)
+
+
+class ForgetfulEnvironment(EchoEnvironment):
+    """The same environment, but every second turn is followed by a new branch: the prompt, the first tokens of the turn, and what
+    would have been the observation. ``bare``: without the prompt.
+    """
+
+    def __init__(self, bare: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._bare = bare
+        self._prompts: dict[str, IntArray] = {}
+
+    def reset(self, session: str, seed: int, fields: str, token_ids: IntArray) -> EnvironmentReply:
+        with self._lock:
+            self._prompts[session] = token_ids
+        return super().reset(session, seed, fields, token_ids)
+
+    def step(self, session: str, turn: int, token_ids: IntArray) -> EnvironmentReply:
+        reply = super().step(session, turn, token_ids)
+        if reply.done or turn % 2:
+            return reply
+        prompt = np.concatenate([self._prompts[session][: 0 if self._bare else None], token_ids[:2], reply.observation])
+        return replace(reply, observation=reply.observation[:0], prompt=prompt)
 
 
 def failure(outcome: Outcome = Outcome.ENVIRONMENT_ERROR) -> EnvironmentReply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import zlib
@@ -20,7 +21,7 @@ from quartet.engines.request_checks import check_response
 from quartet.errors import Cancelled, FailedPrecondition, MismatchError
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
-from tests.services.generator.environments import EchoEnvironment, failure
+from tests.services.generator.environments import EchoEnvironment, ForgetfulEnvironment, failure
 from tests.unit.models import tiny
 
 STOPS = frozenset({tiny.EOS, 7, 9})
@@ -128,6 +129,99 @@ def test_the_first_turn_is_the_response_without_an_environment_and_later_turns_h
         own, first = (tiny.generated(engine, requests[start::2], seed=5, max_response_tokens=LIMIT) for start in (0, 1))
         assert [item.response_ids.tolist() for item in own] == [item.turns[turn].token_ids.tolist() for item in result]
         assert [item.response_ids.tolist() for item in own] != [item.response_ids.tolist() for item in first]
+
+
+def test_a_turn_that_does_not_continue_the_tokens_begins_a_branch(engine: TorchEngine) -> None:
+    environment, turns = ForgetfulEnvironment(turns=5, tokens=3), list[Trajectory]()
+    result = episodes(engine, environment, batch_of(max_response_tokens=60), on_turn=turns.append)
+    for trajectory in result:
+        own = [turn for turn in turns if turn.id == trajectory.id]
+        assert [len(branch.turns) for branch in trajectory.branches] == [2, 2, 1]
+        assert [branch.parent for branch in trajectory.branches] == [-1, 0, 1]
+        # All tokens before a turn, as the engine got them, are those of its branch, and each turn is in one branch.
+        before = []
+        for branch in trajectory.branches:
+            ids = np.concatenate([part.token_ids for part in branch.segments])
+            ends = np.cumsum([len(part.token_ids) for part in branch.segments])
+            before += [
+                ids[: end - len(part.token_ids)].tolist()
+                for part, end in zip(branch.segments, ends, strict=True)
+                if part.role is SegmentRole.POLICY
+            ]
+        assert [turn.prompt_ids.tolist() for turn in own] == before
+        assert [part.token_ids.tolist() for part in trajectory.turns] == [turn.response_ids.tolist() for turn in own]
+        assert len(trajectory.turn_rewards) == 5
+        for parent, branch in itertools.pairwise(trajectory.branches):
+            ids = np.concatenate([part.token_ids for part in parent.segments])
+            shared = branch.shared_tokens
+            assert shared >= len(trajectory.prompt_ids)
+            assert ids[:shared].tolist() == branch.prompt_ids[:shared].tolist()
+            assert ids[shared : shared + 1].tolist() != branch.prompt_ids[shared : shared + 1].tolist()
+        assert encoded([trajectory_from_bytes(trajectory_to_bytes(trajectory))]) == encoded([trajectory])
+
+
+def test_a_branch_that_shares_no_token_has_no_parent(engine: TorchEngine) -> None:
+    environment = ForgetfulEnvironment(bare=True, turns=3, tokens=3)
+    for trajectory in episodes(engine, environment, batch_of(max_response_tokens=60)):
+        (branch,) = trajectory.further_branches
+        assert (branch.parent >= 0) == (branch.shared_tokens > 0)
+        trajectory_from_bytes(trajectory_to_bytes(trajectory))
+
+
+@pytest.mark.parametrize(("slots", "rounds"), [(3, False), (1, False), (64, True)])
+def test_branches_do_not_depend_on_the_engines_batches(engine: TorchEngine, slots: int, rounds: bool) -> None:
+    batch = batch_of(max_response_tokens=60)
+    expected = episodes(engine, ForgetfulEnvironment(turns=5), batch)
+    assert encoded(
+        episodes(engine, ForgetfulEnvironment(wait=jitter, turns=5), batch, slots, rounds=rounds)
+    ) == encoded(expected)
+
+
+def test_no_branch_is_longer_than_the_prompt_and_the_limit(engine: TorchEngine) -> None:
+    result = episodes(engine, ForgetfulEnvironment(turns=9, tokens=2), batch_of(max_turns=9, max_response_tokens=20))
+    for trajectory in result:
+        for branch in trajectory.branches:
+            ids = sum(len(part.token_ids) for part in branch.segments)
+            assert ids <= len(trajectory.prompt_ids) + 20
+            assert branch.segments[-1].role is SegmentRole.POLICY
+    assert any(len(trajectory.policy_ids) > 20 for trajectory in result)
+    # A prompt that leaves no room for a turn ends the episode with the branch before it.
+    long = episodes(engine, ForgetfulEnvironment(turns=9, tokens=30), batch_of(max_turns=9, max_response_tokens=20))
+    assert {(item.finish_reason, item.further_branches) for item in long} == {(FinishReason.LENGTH, ())}
+
+
+def test_a_failed_episode_begins_again_with_its_first_branch(engine: TorchEngine) -> None:
+    failed: set[str] = set()
+
+    def fail(session: str, turn: int) -> EnvironmentReply | None:
+        if turn < 3 or session in failed or session.endswith(".2"):
+            return None
+        failed.add(session)
+        return failure()
+
+    batch = batch_of(max_response_tokens=60)
+    expected = episodes(engine, ForgetfulEnvironment(turns=5), batch)
+    again = episodes(engine, ForgetfulEnvironment(turns=5, fail=fail), batch, max_attempts=lambda outcome: 2)
+    assert len(failed) == len(REQUESTS)
+    assert encoded(again) == encoded(expected)
+    last = episodes(engine, ForgetfulEnvironment(turns=5, fail=lambda _, turn: failure() if turn == 3 else None), batch)
+    for trajectory in last:
+        assert (trajectory.finish_reason, len(trajectory.branches)) == (FinishReason.FAILED, 2)
+        trajectory_from_bytes(trajectory_to_bytes(trajectory))
+
+
+def test_a_branch_before_the_first_turn_or_outside_the_vocabulary_is_a_failure(engine: TorchEngine) -> None:
+    def begins(turn_of: int, ids: list[int]) -> Callable[[str, int], EnvironmentReply | None]:
+        reply = EnvironmentReply(np.zeros(0, np.int32), 0.0, False, prompt=np.array(ids, np.int32))
+        return lambda session, turn: reply if turn == turn_of else None
+
+    for fail, problem in (
+        (begins(0, [2]), "its first answer begins another sequence"),
+        (begins(1, [2, tiny.VOCABULARY]), "its observation after turn 1 has token ids outside"),
+    ):
+        (item, *_) = episodes(engine, EchoEnvironment(fail=fail), batch_of())
+        assert item.outcome is Outcome.ENVIRONMENT_ERROR
+        assert problem in item.detail
 
 
 def jitter(session: str, turn: int) -> None:
