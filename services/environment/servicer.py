@@ -11,6 +11,7 @@ from quartet.codec.environment import (
     checked_session,
     environment_reply_to_proto,
     environment_reset_from_proto,
+    environment_restore_from_proto,
     environment_step_from_proto,
 )
 from quartet.contract.status import Role, ServiceStatus
@@ -59,6 +60,14 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         step = environment_step_from_proto(request)
         reply = self._host.step(step.session, step.turn, step.token_ids)
         return environment_reply_to_proto(environment_pb2.StepResponse, reply)
+
+    def RestoreSession(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Continue an episode after a turn, from the state that its environment had then."""
+        restore = environment_restore_from_proto(request)
+        reply = self._host.restore(
+            restore.session, restore.seed, restore.fields, restore.token_ids, restore.turn, restore.state
+        )
+        return environment_reply_to_proto(environment_pb2.RestoreSessionResponse, reply)
 
     def CloseSession(self, request: Any, context: grpc.ServicerContext) -> Any:
         """End a session."""

@@ -235,6 +235,13 @@ def no_room(error: type[QuartetError], limit: int) -> Mutation:
     return model("open", opened)
 
 
+def keeps_open(tiny: TinyEnvironment, right: Any, session: str, episode: Episode) -> Episode:
+    """Keep the episode that a restored one must replace."""
+    if session in tiny.sessions and not episode.request:
+        return tiny.sessions[session]
+    return right(session, episode)  # type: ignore[no-any-return]
+
+
 def loses_oldest(tiny: TinyEnvironment, right: Any, session: str, episode: Episode) -> Episode:
     """Make room by closing an open session."""
     if len(tiny.sessions) >= 20:
@@ -399,6 +406,10 @@ ENVIRONMENT_MUTANTS: list[tuple[str, str, Mutation]] = [
     ("turns that go to another session", "session.isolated", last_session_only),
     ("state that sessions share", "session.isolated", shared_total),
     ("random numbers without the seed", "session.repeatable", unseeded),
+    ("a state without the turns", "session.restored", model("state", lambda *_: "5")),
+    ("a restored session that begins with its first turn", "session.restored", model("turn_of", lambda *_: 0)),
+    ("a restored session under a name that is taken", "session.restored", model("open", keeps_open)),
+    ("a state at the end", "step.reply", reply(lambda answer: setattr(answer, "state", "1"), "Step")),
     ("names that are cut", "session.names", short_names),
     ("a closed session that continues", "session.close", model("close_session", lambda *_: None)),
     ("other sessions closed, too", "session.close", lost_with_another),

@@ -41,7 +41,12 @@ class TinyEnvironment:
         """Return the reply to a turn; 0 is the reset."""
         draw = random.Random(f"{seed}/{turn}/{total}")
         ids = np.array([draw.randrange(VOCABULARY) for _ in range(2 + turn % 2)], np.int32)
-        return EnvironmentReply(ids, draw.random() if turn else 0.0, turn >= LAST_TURN)
+        over = turn >= LAST_TURN
+        return EnvironmentReply(ids, draw.random() if turn else 0.0, over, state="" if over else self.state(total))
+
+    def state(self, total: int) -> str:
+        """Return the state of a session."""
+        return str(total)
 
     def failed(self) -> EnvironmentReply:
         """Return the reply of an environment that fails."""
@@ -102,6 +107,20 @@ class TinyEnvironment:
             episode.request, episode.turn = request, turn
             episode.reply = self.answer(episode.seed, turn, episode.total)
             return episode.reply
+
+    def restore(
+        self, session: str, seed: int, fields: str, token_ids: IntArray, turn: int, state: str
+    ) -> EnvironmentReply:
+        """See EnvironmentHost."""
+        self.parse(fields)
+        reply = EnvironmentReply(np.zeros(0, np.int32), 0.0, False)
+        with self.lock:
+            self.open(session, Episode(seed, (), reply, self.turn_of(turn), int(state)))
+            return reply
+
+    def turn_of(self, turn: int) -> int:
+        """Return the number of turns of a restored session."""
+        return turn
 
     def close_session(self, session: str) -> None:
         """See EnvironmentHost."""

@@ -27,5 +27,12 @@ class Game(Environment):
         self.random.seed(f"{self.random.random()} {text}")
         return self._text(), self.random.random(), self.turn == TURNS
 
+    def snapshot(self) -> Any:
+        return [self.turn, self.random.getstate()]
+
+    def restore(self, seed: int, fields: dict[str, Any], state: Any) -> None:
+        self.turn, (version, words, gauss) = state
+        self.random.setstate((version, tuple(words), gauss))
+
     def _text(self) -> str:
         return " ".join(str(self.random.randrange(10)) for _ in range(4))

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 
 from quartet.codec.environment import (
+    MAX_STATE_CHARACTERS,
     EnvironmentReset,
+    EnvironmentRestore,
     EnvironmentStep,
     agent_result_from_proto,
     agent_result_to_proto,
@@ -20,6 +22,7 @@ from quartet.codec.environment import (
     environment_reply_from_proto,
     environment_reply_to_proto,
     environment_reset_from_proto,
+    environment_restore_from_proto,
     environment_step_from_proto,
 )
 from quartet.codec.messages import to_message
@@ -35,8 +38,21 @@ sessions = st.text(printable, min_size=1, max_size=100)
 tokens = st.integers(1, 9).flatmap(ints)
 resets = st.builds(EnvironmentReset, sessions, st.integers(0, 2**63 - 1), names, tokens)
 steps = st.builds(EnvironmentStep, sessions, st.integers(1, 1_000_000), tokens)
-replies = st.builds(EnvironmentReply, st.integers(0, 9).flatmap(ints), float32, st.booleans()) | st.builds(
-    EnvironmentReply, st.just(np.zeros(0, np.int32)), float32, st.just(False), prompt=st.integers(1, 9).flatmap(ints)
+restores = st.builds(
+    EnvironmentRestore,
+    *(sessions, st.integers(0, 2**63 - 1), names, tokens, st.integers(0, 1_000_000), st.text(min_size=1, max_size=100)),
+)
+observations = st.integers(0, 9).flatmap(ints)
+replies = (
+    st.builds(EnvironmentReply, observations, float32, st.booleans())
+    | st.builds(EnvironmentReply, observations, float32, st.just(False), state=st.text(max_size=100))
+    | st.builds(
+        EnvironmentReply,
+        st.just(np.zeros(0, np.int32)),
+        float32,
+        st.just(False),
+        prompt=st.integers(1, 9).flatmap(ints),
+    )
 )
 failures = st.builds(EnvironmentReply.failed, st.sampled_from(FAILURES), st.text(printable, max_size=100))
 
@@ -49,6 +65,35 @@ def test_resets_survive_the_wire(reset: EnvironmentReset) -> None:
 @given(steps)
 def test_steps_survive_the_wire(step: EnvironmentStep) -> None:
     assert_same(environment_step_from_proto(to_message(environment_pb2.StepRequest, step)), step)
+
+
+@given(restores)
+def test_restores_survive_the_wire(restore: EnvironmentRestore) -> None:
+    message = to_message(environment_pb2.RestoreSessionRequest, restore)
+    assert_same(environment_restore_from_proto(message), restore)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("state", "", "state: empty"),
+        ("state", "x" * (MAX_STATE_CHARACTERS + 1), "state: 1,048,577 characters"),
+        ("turn", 1_000_001, "turn 1000001"),
+        ("seed", 2**63, "seed 9223372036854775808"),
+        ("session", "", "session: expected 1 to 512"),
+    ],
+)
+def test_restores_outside_the_limits_are_refused(field: str, value: object, expected: str) -> None:
+    restore = EnvironmentRestore("s", 1, "", np.array([1], np.int32), 2, "{}")
+    message = to_message(environment_pb2.RestoreSessionRequest, restore)
+    setattr(message, field, value)
+    with pytest.raises(InvalidRequest, match=expected):
+        environment_restore_from_proto(message)
+
+
+def test_an_episode_that_is_over_has_no_state() -> None:
+    with pytest.raises(ComputationFailed, match="state: expected none at the end"):
+        EnvironmentReply(np.zeros(0, np.int32), 0.0, True, state="{}")
 
 
 @given(replies)

@@ -61,6 +61,37 @@ class Echo(Environment):
         note("close")
 
 
+class Saved(Echo):
+    def snapshot(self):
+        return [self.word, self.number, self.random.getstate()]
+
+    def restore(self, seed, fields, state):
+        note("restore")
+        self.word, self.number, (version, words, gauss) = state
+        self.random = random.Random()
+        self.random.setstate((version, tuple(words), gauss))
+
+
+class Huge(Saved):
+    def snapshot(self):
+        return "x" * 65535
+
+
+class NotJson(Saved):
+    def snapshot(self):
+        return {1, 2}
+
+
+class NoRestore(Echo):
+    def snapshot(self):
+        return 1
+
+
+class BadRestore(Saved):
+    def restore(self, seed, fields, state):
+        raise ValueError("secret text")
+
+
 class SlowToClose(Echo):
     def close(self):
         note("close")

@@ -210,6 +210,17 @@ def _step(random: Random, state: ServiceState) -> Message:
     return environment_pb2.StepRequest(session=_session(random), turn=random.choice([1, 1, 2]), token_ids=ints([6, 8]))
 
 
+def _restore_session(random: Random, state: ServiceState) -> Message:
+    return environment_pb2.RestoreSessionRequest(
+        session=_session(random),
+        seed=random.randrange(2**32),
+        fields="{}",
+        token_ids=ints([5, 7, 9]),
+        turn=random.choice([0, 1, 2]),
+        state=random.choice(['{"environment": 1}', "1", "{"]),
+    )
+
+
 def _close_session(random: Random, state: ServiceState) -> Message:
     return environment_pb2.CloseSessionRequest(session=_session(random))
 
@@ -260,6 +271,7 @@ SEEDS: dict[str, Callable[[Random, ServiceState], Message]] = {
     "/quartet.v1.ReferenceService/LogProbs": _log_probs(reference_pb2.ReferenceServiceLogProbsRequest),
     "/quartet.v1.EnvironmentService/Reset": _reset,
     "/quartet.v1.EnvironmentService/Step": _step,
+    "/quartet.v1.EnvironmentService/RestoreSession": _restore_session,
     "/quartet.v1.EnvironmentService/CloseSession": _close_session,
     "/quartet.v1.EnvironmentService/RunAgent": _run_agent,
     "/quartet.v1.OrchestratorService/GetProgress": _constant(orchestrator_pb2.GetProgressRequest()),

@@ -128,7 +128,8 @@ def test_only_the_actor_may_call_its_ranks_and_only_to_generate(folder: Path) ->
 
 def test_services_call_others_only_for_scores_episodes_and_weights() -> None:
     score, weights = "quartet.v1.RewardService/Score", "quartet.v1.WeightService/GetWeights"
-    episodes = {f"quartet.v1.EnvironmentService/{name}" for name in ("Reset", "Step", "CloseSession", "RunAgent")}
+    names = ("Reset", "Step", "RestoreSession", "CloseSession", "RunAgent")
+    episodes = {f"quartet.v1.EnvironmentService/{name}" for name in names}
     silent = {Role.REFERENCE, Role.CRITIC, Role.ENVIRONMENT, PROMETHEUS, REDIS}
     assert not any(silent & callers for callers in CALLERS.values())
     assert CALLERS[score] == {Role.ORCHESTRATOR, Role.REWARD}

@@ -22,7 +22,7 @@ from quartet.contract.trajectory import EnvironmentReply, Outcome
 from quartet.environments.host import EnvironmentHost
 from quartet.errors import Cancelled, FailedPrecondition, MismatchError
 from quartet.rpc.clients import EnvironmentStatusClient
-from quartet.rpc.environment_client import EnvironmentClient
+from quartet.rpc.environment_client import EnvironmentClient, EpisodeDiffers
 from quartet.rpc.server import Server
 from quartet.services.environment.servicer import EnvironmentServicer
 from quartet.v1 import environment_pb2, environment_pb2_grpc
@@ -114,6 +114,68 @@ def test_an_episode_continues_after_another_one_has_killed_their_worker(
     client.reset("b", 5, "", PROMPT)
     assert client.step("b", 1, ids("killed")).outcome is Outcome.ENVIRONMENT_ERROR
     assert text(client.step("a", 2, ids("y"))) == text(expected.step("a", 2, ids("y")))
+
+
+def test_a_lost_session_with_a_state_is_restored_and_no_turn_repeated(
+    host: Callable[..., EnvironmentHost], connect: Connect, stack: ExitStack, folder: Path
+) -> None:
+    client, expected = connect(serve(stack, host("Saved")).address), host("Saved")
+    for played in (client, expected):
+        played.reset("a", 5, "", PROMPT)
+        played.step("a", 1, ids("x"))
+    client.reset("b", 5, "", PROMPT)
+    client.step("b", 1, ids("killed"))
+    before = len(events(folder))
+    assert text(client.step("a", 2, ids("y"))) == text(expected.step("a", 2, ids("y")))
+    assert events(folder)[before:] == ["restore", "step", "step"]
+
+
+@pytest.mark.parametrize("name", ["Saved", "Echo"])
+def test_an_episode_of_another_client_continues(
+    name: str, host: Callable[..., EnvironmentHost], connect: Connect, stack: ExitStack, folder: Path
+) -> None:
+    address = serve(stack, host(name)).address
+    first, second = connect(address), connect(address)
+    turns = [ids("x"), ids("y")]
+    replies = [first.reset("a", 5, "", PROMPT), first.step("a", 1, turns[0]), first.step("a", 2, turns[1])]
+    before = len(events(folder))
+    assert second.resume("b", 5, "", PROMPT, turns, replies) is replies[-1]
+    assert events(folder)[before:] == (["restore"] if name == "Saved" else ["reset", "step", "step"])
+    assert text(second.step("b", 3, ids("z"))) == text(first.step("a", 3, ids("z")))
+
+
+def test_an_episode_that_continues_otherwise_than_before_is_reported(
+    host: Callable[..., EnvironmentHost], connect: Connect, stack: ExitStack
+) -> None:
+    client = connect(serve(stack, host()).address)
+    replies = [client.reset("a", 5, "", PROMPT), client.step("a", 1, ids("x"))]
+    with pytest.raises(EpisodeDiffers, match="turn 0 gave another answer"):
+        client.resume("b", 6, "", PROMPT, [ids("x")], replies)
+
+
+def test_a_failure_while_an_episode_continues_is_an_outcome(
+    host: Callable[..., EnvironmentHost], connect: Connect, stack: ExitStack
+) -> None:
+    client = connect(serve(stack, host("BadRestore")).address)
+    first = client.reset("a", 5, "", PROMPT)
+    reply = client.resume("b", 5, "", PROMPT, [], [first])
+    assert reply.outcome is Outcome.ENVIRONMENT_ERROR
+    assert "the environment failed after turn 0: worlds:BadRestore: raised ValueError" in reply.detail
+
+
+def test_a_service_that_cannot_restore_repeats(
+    host: Callable[..., EnvironmentHost], connect: Connect, stack: ExitStack, folder: Path
+) -> None:
+    client = connect(serve(stack, host("Saved")).address)
+    client._stub.RestoreSession = client._channel.grpc_channel.unary_unary(
+        "/quartet.v1.EnvironmentService/Missing",
+        request_serializer=environment_pb2.RestoreSessionRequest.SerializeToString,
+        response_deserializer=environment_pb2.RestoreSessionResponse.FromString,
+    )
+    replies = [client.reset("a", 5, "", PROMPT), client.step("a", 1, ids("x"))]
+    client.resume("b", 5, "", PROMPT, [ids("x")], replies)
+    assert "restore" not in events(folder)
+    assert text(client.step("b", 2, ids("y"))) == text(client.step("a", 2, ids("y")))
 
 
 def test_a_repeated_session_that_differs_is_an_environment_error(

@@ -1,4 +1,4 @@
-"""Messages of EnvironmentService: Reset, Step, CloseSession and RunAgent."""
+"""Messages of EnvironmentService: Reset, Step, RestoreSession, CloseSession and RunAgent."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ MAX_URL_CHARACTERS = 2048
 """Maximum length of the URL of the policy's endpoint."""
 MIN_KEY_CHARACTERS, MAX_KEY_CHARACTERS = 16, 512
 """Length of the key of a session at the policy's endpoint."""
+MAX_STATE_CHARACTERS = 2**20
+"""Maximum length of the state of a session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,41 @@ class EnvironmentStep:
     token_ids: IntArray
 
 
+@dataclass(frozen=True, slots=True)
+class EnvironmentRestore:
+    """Arguments of one RestoreSession call: those of the episode's reset, the number of its turns, and the state after them."""
+
+    session: str
+    seed: int
+    fields: str
+    token_ids: IntArray
+    turn: int
+    state: str
+
+
 def environment_reset_from_proto(message: environment_pb2.ResetRequest) -> EnvironmentReset:
     """Convert and validate the arguments of a Reset call. Raises InvalidRequest."""
     reset = from_message(EnvironmentReset, message)
     _check_start(reset)
     _check_tokens(reset.token_ids, "a prompt needs at least one")
     return reset
+
+
+def environment_restore_from_proto(message: environment_pb2.RestoreSessionRequest) -> EnvironmentRestore:
+    """Convert and validate the arguments of a RestoreSession call. Raises InvalidRequest."""
+    reset = from_message(EnvironmentRestore, message)
+    _check_start(reset)
+    within(reset, "", 0, MAX_TURNS, "turn")
+    _check_state(reset.state)
+    if not reset.state:
+        raise InvalidRequest("state: empty, expected that of a reply")
+    _check_tokens(reset.token_ids, "a prompt needs at least one")
+    return reset
+
+
+def _check_state(state: str) -> None:
+    if len(state) > MAX_STATE_CHARACTERS:
+        raise InvalidRequest(f"state: {len(state):,} characters, expected at most {MAX_STATE_CHARACTERS:,}")
 
 
 def environment_step_from_proto(message: environment_pb2.StepRequest) -> EnvironmentStep:
@@ -64,7 +95,7 @@ def environment_step_from_proto(message: environment_pb2.StepRequest) -> Environ
 
 
 def environment_reply_to_proto(message_type: type[AnyMessage], reply: EnvironmentReply) -> AnyMessage:
-    """Convert the answer to a reset or a turn to a ResetResponse or a StepResponse."""
+    """Convert the answer to a reset, a turn or a restore to a ResetResponse, a StepResponse or a RestoreSessionResponse."""
     detail = reply.detail[:MAX_DETAIL_CHARACTERS]
     return to_message(message_type, reply=content(environment_pb2.EnvironmentReply, reply, detail=detail))
 
@@ -74,6 +105,7 @@ def environment_reply_from_proto(
 ) -> EnvironmentReply:
     """Convert and validate an answer. Raises InvalidRequest, also for ids outside ``vocabulary_size``."""
     reply = from_message(EnvironmentReply, message, detail=printable(message.detail))
+    _check_state(reply.state)
     for name in ("observation", "prompt"):
         ids = getattr(reply, name)
         if (
@@ -120,7 +152,7 @@ def agent_result_from_proto(message: environment_pb2.RunAgentResponse) -> AgentR
     return from_message(AgentResult, message, detail=printable(message.detail), logged=logged)
 
 
-def _check_start(call: EnvironmentReset | AgentRun) -> None:
+def _check_start(call: EnvironmentReset | EnvironmentRestore | AgentRun) -> None:
     checked_session(call.session)
     if call.seed >= 2**63:
         raise InvalidRequest(f"seed {call.seed}: expected less than 2**63")

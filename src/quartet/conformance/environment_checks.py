@@ -200,6 +200,25 @@ def _repeatable(sessions: Sessions) -> None:
         require_same(first, second, f"two episodes with the seed {seed} and the same turns")
 
 
+def _restored(sessions: Sessions) -> None:
+    """Restore a session after each turn, in a new session and in one that has gone on."""
+    turns, session = sessions.turns(2, 3, 1), sessions.name()
+    expected = sessions.episode(session, turns)
+    if not expected[0].state:
+        raise Skipped("the reply to Reset has no state: a lost session is repeated from its start")
+    for turn, reply in enumerate(expected[:-1]):
+        expect(reply.state, f"the reply to turn {turn} has no state, and earlier ones have")
+        for name in (sessions.name(), session):
+            sessions.restore(name, turn, reply.state)
+            if turn:
+                again = sessions.step_request(name, turn, turns[turn - 1][::-1] + 1)
+                sessions.refused(sessions.target.stub.Step, again, f"turn {turn} after RestoreSession with turn {turn}")
+            replies = [reply, *_steps(sessions, name, turns[turn:], turn + 1)]
+            require_same(expected[turn:], replies, f"an episode restored after turn {turn}, and without it")
+    request = sessions.restore_request(sessions.name(), 0, "")
+    sessions.refused(sessions.target.stub.RestoreSession, request, "an empty state")
+
+
 def _names(sessions: Sessions) -> None:
     stub, turns = sessions.target.stub, sessions.turns(2)
     for name, what in (("", "an empty session name"), ("x" * 513, "a session name of 513 characters")):
@@ -313,6 +332,12 @@ _LISTED: list[tuple[str, str, str, Callable[[Sessions], None]]] = [
     ),
     ("session.isolated", "Sessions do not affect each other.", SESSIONS, _isolated),
     ("session.repeatable", "Equal seeds, fields, prompts and turns give equal answers.", SESSIONS, _repeatable),
+    (
+        "session.restored",
+        "A session whose replies have a state continues from it in any session, without another turn.",
+        SESSIONS,
+        _restored,
+    ),
     ("session.names", "Names have 1 to 512 characters, which all count.", RESET, _names),
     ("session.close", "A closed session is unknown, and its name may be used again.", SESSIONS, _close),
     ("session.close_unknown", "Closing a session that does not exist is no error.", SESSIONS, _close_unknown),

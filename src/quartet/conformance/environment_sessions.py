@@ -21,6 +21,8 @@ from quartet.v1 import environment_pb2, trajectory_pb2
 
 MAX_DETAIL = 1024
 """Maximum characters of the cause of a failure."""
+MAX_STATE = 2**20
+"""Maximum characters of the state of a session."""
 MAX_TURNS = 64
 """Maximum turns of an episode that is played to its end."""
 
@@ -36,6 +38,7 @@ class Reply:
     done: bool
     failure: str = ""
     detail: str = ""
+    state: str = ""
 
 
 def read_reply(response: Any, target: Target, is_first: bool) -> Reply:
@@ -48,6 +51,8 @@ def read_reply(response: Any, target: Target, is_first: bool) -> Reply:
     )
     name = outcomes.Name(reply.outcome)
     ids = token_ids(reply.observation, "observation", target.vocabulary_size)
+    expect(len(reply.state) <= MAX_STATE, f"state has {len(reply.state)} characters; expected at most {MAX_STATE}")
+    expect(not (reply.state and reply.done), "state is set in a reply that is done; expected none at the end")
     expect(len(reply.detail) <= MAX_DETAIL, f"detail has {len(reply.detail)} characters; expected at most {MAX_DETAIL}")
     if reply.outcome != trajectory_pb2.OUTCOME_OK:
         expect(
@@ -61,7 +66,7 @@ def read_reply(response: Any, target: Target, is_first: bool) -> Reply:
     if is_first:
         expect(reply.reward == 0, f"reward of Reset is {reply.reward:g}; expected 0")
         expect(not reply.done, "done is set in the answer to Reset; expected at least one turn")
-    return Reply(tuple(ids.tolist()), reply.reward, reply.done)
+    return Reply(tuple(ids.tolist()), reply.reward, reply.done, state=reply.state)
 
 
 class Sessions:
@@ -93,6 +98,21 @@ class Sessions:
     def step_request(self, session: str, turn: int, ids: Turn) -> Any:
         """Return a request with a turn of the policy."""
         return environment_pb2.StepRequest(session=session, turn=turn, token_ids=tensor(ids))
+
+    def restore_request(self, session: str, turn: int, state: str, seed: int = 1) -> Any:
+        """Return a request that continues the episode of ``reset_request`` after a turn."""
+        reset = self.reset_request(session, seed)
+        return environment_pb2.RestoreSessionRequest(
+            session=session, seed=seed, fields=reset.fields, token_ids=reset.token_ids, turn=turn, state=state
+        )
+
+    def restore(self, session: str, turn: int, state: str) -> None:
+        """Continue an episode after a turn. Raises Violation, and Skipped if the environment fails."""
+        request = self.restore_request(session, turn, state)
+        reply = self.played(self.target.call(self.target.stub.RestoreSession, request), is_first=True)
+        expect(
+            not reply.observation, f"observation of RestoreSession has {len(reply.observation)} tokens; expected none"
+        )
 
     def reset(self, session: str, seed: int = 1, **named: Any) -> Reply:
         """Start an episode. Raises Violation, and Skipped if the environment fails."""

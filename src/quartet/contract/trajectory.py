@@ -363,7 +363,8 @@ class EnvironmentReply:
     ``observation`` int32 [tokens], may be empty: the tokens that follow in the trajectory. ``prompt`` int32 [tokens]: those of a
     new branch, which the next turn begins; None if it continues the branch. ``reward`` is that of the turn, 0 for a reset.
     ``done``: the episode is over. ``outcome`` is not ok if the environment failed, with the cause in ``detail``, without text of
-    prompts and turns. Such a reply is done and its reward is NaN. Raises ComputationFailed if they contradict each other.
+    prompts and turns. Such a reply is done and its reward is NaN. ``state``: what the environment needs to continue after this
+    reply in another session; empty if it cannot, and at the end. Raises ComputationFailed if they contradict each other.
     """
 
     observation: IntArray
@@ -371,6 +372,7 @@ class EnvironmentReply:
     done: bool
     outcome: Outcome = Outcome.OK
     detail: str = ""
+    state: str = ""
     prompt: IntArray | None = None
 
     def __post_init__(self) -> None:
@@ -382,6 +384,8 @@ class EnvironmentReply:
             )
         if not ok and (len(self.observation) or not self.done):
             raise ComputationFailed(f"outcome {self.outcome}: expected no observation, and done")
+        if self.state and self.done:
+            raise ComputationFailed("state: expected none at the end of an episode")
         if self.prompt is not None and (self.done or len(self.observation) or not len(self.prompt)):
             raise ComputationFailed("prompt: expected at least one token, without an observation, and not at the end")
 

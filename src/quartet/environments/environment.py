@@ -28,6 +28,9 @@ class Environment:
     The object is created with the keyword arguments of ``environment.arguments``. It lives in a worker process together with the
     objects of other sessions, so it must not keep state in module variables. Equal seeds, fields and turns should give equal
     observations and rewards: then an episode can be repeated after a failure, and a killed run ends with the same bits.
+
+    An episode that loses its object to a failure is repeated in another one: reset, and every turn again. With ``snapshot`` and
+    ``restore`` it continues instead, so that no turn has its effects twice.
     """
 
     keeps_special_tokens: ClassVar[bool] = False
@@ -42,6 +45,20 @@ class Environment:
 
     def step(self, text: str) -> tuple[Observation, float, bool]:
         """Take the policy's turn. Return the observation, the reward of the turn, and whether the episode is over."""
+        raise NotImplementedError
+
+    def snapshot(self) -> Any:
+        """Return the state after the last call as a JSON value of at most 64 KiB, or None if it cannot be restored.
+
+        Called after ``reset`` and after every turn but the last.
+        """
+        return None
+
+    def restore(self, seed: int, fields: dict[str, Any], state: Any) -> None:
+        """Continue in this new object after the turn whose ``snapshot`` returned ``state``, in the place of ``reset``.
+
+        ``seed`` and ``fields`` are those of the episode's reset.
+        """
         raise NotImplementedError
 
     def close(self) -> None:

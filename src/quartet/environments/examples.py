@@ -43,6 +43,14 @@ class GuessingGame(Environment):
             return None, 1.0, True
         return self._answers[difference < 0], 0.0, False
 
+    def snapshot(self) -> Any:
+        """Return the number."""
+        return self._number
+
+    def restore(self, seed: int, fields: dict[str, Any], state: Any) -> None:
+        """Take the number."""
+        self._number = state
+
 
 class Calculator(Toolset):
     """A calculator for ToolEnvironment. The prompt's field ``answer`` is the number that scores 1."""
@@ -59,6 +67,10 @@ class Calculator(Toolset):
     def calculate(self, expression: str) -> str:
         """Compute an expression of numbers with + - * / // % and parentheses."""
         return _shown(_value(expression))
+
+    def snapshot(self) -> Any:
+        """Return {}: the tool changes nothing."""
+        return {}
 
     def score(self, answer: str) -> float:
         """Return 1 if the last number of the answer is the expected one, else 0."""
@@ -94,6 +106,15 @@ class WordPuzzle(Environment):
         self._known |= placed
         done = len(self._known) == len(self._word) or self._turn >= self._turns
         return self._shown(), len(placed) / len(self._word), done
+
+    def snapshot(self) -> Any:
+        """Return the word, the places of the known letters, and the number of turns."""
+        return [self._word, sorted(self._known), self._turn]
+
+    def restore(self, seed: int, fields: dict[str, Any], state: Any) -> None:
+        """Take the word, the places of the known letters, and the number of turns."""
+        self._word, known, self._turn = state
+        self._known = set(known)
 
     def _shown(self) -> str:
         return "".join(letter if index in self._known else "_" for index, letter in enumerate(self._word))

@@ -7,6 +7,7 @@ worker. The other sessions of that worker are lost with it, and their callers re
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
@@ -132,6 +133,29 @@ class EnvironmentHost:
                 def encode(observation: Any) -> IntArray:
                     encoder = own.encoder or self._encoders.of_prompt({})
                     return encoder.next(observation, last_id)
+
+                return self._answered(session, own, answer, encode)
+
+    def restore(
+        self, session: str, seed: int, fields: str, token_ids: IntArray, turn: int, state: str
+    ) -> EnvironmentReply:
+        """Continue an episode after ``turn`` turns in the state of that reply. See EnvironmentService.
+
+        Raises InvalidRequest, ServiceBusy.
+        """
+        (values,) = parse_fields([fields] if fields else (), 1)
+        snapshot = _snapshot_of(state)
+        with self._call("restore"):
+            own = self._open(session)
+            with own.lock:
+                own.check_open(session)
+                arguments = {"name": self._class, "settings": self._config.arguments, "seed": seed, "fields": values}
+                answer = self._ask(session, own, "restore", {**arguments, "snapshot": snapshot})
+                own.request, own.turn = (), turn
+
+                def encode(observation: Any) -> IntArray:
+                    own.encoder = self._encoders.of_prompt(values)
+                    return np.zeros(0, np.int32)
 
                 return self._answered(session, own, answer, encode)
 
@@ -263,7 +287,9 @@ class EnvironmentHost:
             return EnvironmentReply.failed(Outcome.ENVIRONMENT_ERROR, f"{self._class}: {error}")
         reward = float(np.float32(answer["reward"]))
         assert math.isfinite(reward), "the worker checks rewards"
-        return EnvironmentReply(ids, reward, answer["done"])
+        # Wrapped, so that the service can add to what the environment needs.
+        state = f'{{"environment": {answer["snapshot"]}}}' if answer["snapshot"] else ""
+        return EnvironmentReply(ids, reward, answer["done"], state=state)
 
 
 @dataclass(slots=True)
@@ -295,7 +321,7 @@ class _Worker:
         """Start the process and import the class, whose keyword arguments are ``settings``. Raises ConfigError."""
         self._class, self._settings = class_name, dict(settings)
         self.num_sessions = 0
-        self.busy_seconds: dict[str, float] = {"reset": 0.0, "step": 0.0, "close": 0.0}
+        self.busy_seconds: dict[str, float] = {"reset": 0.0, "step": 0.0, "restore": 0.0, "close": 0.0}
         self._lock = threading.Lock()
         self._worker = FunctionWorker(HOSTING, "environment.class_name")
         try:
@@ -332,6 +358,14 @@ class _Worker:
         if "problem" in answer:
             raise ConfigError(f"environment.class_name {self._class}: {answer['problem']}")
         return bool(answer["keeps_special_tokens"])
+
+
+def _snapshot_of(state: str) -> Any:
+    """Return the snapshot in the state of a reply. Raises InvalidRequest."""
+    try:
+        return json.loads(state)["environment"]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        raise InvalidRequest("state: expected that of a reply of this service") from None
 
 
 def _start_workers(class_name: str, settings: Mapping[str, Any], count: int) -> list[_Worker]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import sys
@@ -16,6 +17,8 @@ from quartet.system.user_code import NotImportable, import_callable, location_of
 _OUTCOMES = ("timeout", "scorer_error", "sandbox_error", "environment_error", "cancelled", "refused")
 _LARGEST = 3.4028234663852886e38
 """Maximum of float32."""
+MAX_SNAPSHOT_BYTES = 65536
+"""Maximum size of a snapshot as JSON."""
 CLOSE_SECONDS = 2.0
 """Time for the close method of an environment, during which the other sessions of the process wait."""
 
@@ -23,7 +26,8 @@ HINT = "; the text is left out because it may quote a response: set environment.
 """End of a message about an exception without its text."""
 
 Answer = dict[str, Any]
-"""``observation``, ``reward`` and ``done``; or ``outcome`` and ``detail`` of a failure; or ``unknown`` for a lost session."""
+"""``observation``, ``reward``, ``done`` and ``snapshot``, JSON or ""; or ``outcome`` and ``detail`` of a failure; or ``unknown``
+for a lost session."""
 
 _episodes: dict[str, Any] = {}
 """The environments of this process, by session."""
@@ -56,6 +60,8 @@ def unusable_reason(kind: Any, settings: Sequence[str]) -> str:
     undefined = [method for method in ("reset", "step") if getattr(kind, method) is getattr(Environment, method)]
     if undefined:
         return f"does not define {undefined[0]}"
+    if _snapshots(kind) and getattr(kind, "restore", Environment.restore) is Environment.restore:
+        return "defines snapshot, but not restore"
     problem = wrong_arguments(kind, 0, settings)
     return problem and f"environment.arguments: {problem}"
 
@@ -69,11 +75,34 @@ def reset(session: str, name: str, settings: dict[str, Any], seed: int, fields: 
         return {}
 
     def start() -> Answer:
-        observation = _episodes[session].reset(seed, fields)
-        return {"observation": _observation(observation, "reset"), "reward": 0.0, "done": False}
+        observation = _observation(_episodes[session].reset(seed, fields), "reset")
+        return {"observation": observation, "reward": 0.0, "done": False, "snapshot": _snapshot(_episodes[session])}
 
     # The text of its exceptions quotes no prompt: it has seen none.
     return _guarded(session, create, quotes=True) or _guarded(session, start, quotes)
+
+
+def restore(
+    session: str,
+    name: str,
+    settings: dict[str, Any],
+    seed: int,
+    fields: dict[str, Any],
+    snapshot: Any,
+    quotes: bool,
+) -> Answer:
+    """Create the environment of a session, in the place of an earlier one, and restore a snapshot."""
+    close(session)
+
+    def create() -> Answer:
+        _episodes[session] = import_callable(name)(**settings)
+        return {}
+
+    def take() -> Answer:
+        _episodes[session].restore(seed, fields, snapshot)
+        return {"observation": "", "reward": 0.0, "done": False, "snapshot": ""}
+
+    return _guarded(session, create, quotes=True) or _guarded(session, take, quotes)
 
 
 def step(session: str, text: str, quotes: bool) -> Answer:
@@ -87,11 +116,8 @@ def step(session: str, text: str, quotes: bool) -> Answer:
         if not isinstance(result, tuple | list) or len(result) != 3:
             raise _Malformed("step", result, "(observation, reward, done)")
         observation, reward, done = result
-        return {
-            "observation": _observation(observation, "step"),
-            "reward": _number(reward),
-            "done": _flag(done),
-        }
+        answer = {"observation": _observation(observation, "step"), "reward": _number(reward), "done": _flag(done)}
+        return {**answer, "snapshot": "" if answer["done"] else _snapshot(environment)}
 
     return _guarded(session, take, quotes)
 
@@ -112,7 +138,13 @@ def close(session: str) -> Answer:
     return {}
 
 
-_METHODS: dict[str, Callable[..., Answer]] = {"describe": describe, "reset": reset, "step": step, "close": close}
+_METHODS: dict[str, Callable[..., Answer]] = {
+    "describe": describe,
+    "reset": reset,
+    "restore": restore,
+    "step": step,
+    "close": close,
+}
 
 
 class _TooSlow(BaseException):
@@ -174,6 +206,27 @@ def _observation(value: Any, method: str) -> str | list[dict[str, Any]]:
     ):
         return list(value)
     raise _Malformed(method, value, "an observation: text, or messages with role and content")
+
+
+def _snapshots(kind: type) -> bool:
+    """Return whether environments of a class may be restored."""
+    return getattr(kind, "snapshot", Environment.snapshot) is not Environment.snapshot
+
+
+def _snapshot(environment: Any) -> str:
+    """Return the snapshot of an environment as JSON, or "" if it has none."""
+    if not _snapshots(type(environment)):
+        return ""
+    value = environment.snapshot()
+    if value is None:
+        return ""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise _Malformed("snapshot", value, "a JSON value, or None") from None
+    if len(text) > MAX_SNAPSHOT_BYTES:
+        raise _Malformed("snapshot", text, f"at most {MAX_SNAPSHOT_BYTES} as JSON, or None: then turns are repeated")
+    return text
 
 
 def _number(value: Any) -> float:

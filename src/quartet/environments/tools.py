@@ -44,6 +44,16 @@ class Toolset:
         """Return the reward of the episode. ``answer`` is the text of the first turn without a call."""
         raise NotImplementedError
 
+    def snapshot(self) -> Any:
+        """Return what the tools have changed since ``start`` as a JSON value, {} for nothing; see ``Environment.snapshot``.
+
+        The default, None, says that it cannot be restored: after a failure, the tools of all turns are called again.
+        """
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Continue after the turn whose ``snapshot`` returned ``state``. ``start`` has been called before."""
+
     def close(self) -> None:
         """Release what the episode holds."""
 
@@ -93,6 +103,17 @@ class ToolEnvironment(Environment):
             if number >= MAX_CALLS:
                 break
         return self._observation(results), errors * self._reward_per_error, False
+
+    def snapshot(self) -> Any:
+        """Return the state of the toolset, and the number of its results."""
+        state = self._toolset.snapshot()
+        return None if state is None else {"toolset": state, "results": self._number}
+
+    def restore(self, seed: int, fields: dict[str, Any], state: Any) -> None:
+        """Start the toolset, and restore its state."""
+        self._toolset.start(seed, fields)
+        self._toolset.restore(state["toolset"])
+        self._number = state["results"]
 
     def close(self) -> None:
         """Close the toolset."""

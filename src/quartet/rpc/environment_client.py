@@ -1,14 +1,15 @@
 """Client of the environment service. A failure is an outcome, never a reward.
 
-A lost connection is established again, and a session that the service has lost is repeated: the same reset, the same turns. The
-environment must then answer as before. So a service may be killed at any moment, and the episode continues with the same tokens.
+A lost connection is established again. A session that the service has lost is restored from the state of its last reply. Without
+a state it is repeated: the same reset, the same turns. The environment must then answer as before. So a service may be killed at
+any moment, and the episode continues with the same tokens.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,12 @@ from typing import Any
 import numpy as np
 import structlog
 
-from quartet.codec.environment import EnvironmentReset, EnvironmentStep, environment_reply_from_proto
+from quartet.codec.environment import (
+    EnvironmentReset,
+    EnvironmentRestore,
+    EnvironmentStep,
+    environment_reply_from_proto,
+)
 from quartet.codec.messages import to_message
 from quartet.config.deployment import RecoveryConfig, TimeoutsConfig
 from quartet.contract.arrays import IntArray
@@ -56,6 +62,12 @@ class _Episode:
     steps: list[EnvironmentStep] = field(default_factory=list)
     replies: list[EnvironmentReply] = field(default_factory=list)
 
+    @property
+    def state(self) -> str:
+        """The state of the last reply."""
+        last = self.replies[-1] if self.replies else self.first
+        return last.state if last is not None else ""
+
 
 class EnvironmentClient:
     """Client of the environment service at one address. Thread-safe; the calls of one session follow each other."""
@@ -83,6 +95,8 @@ class EnvironmentClient:
         self._closed = threading.Event()
         self._last_answer = time.monotonic()
         self._calls = threading.BoundedSemaphore(MAX_CALLS)
+        # False for a service that does not offer RestoreSession.
+        self._restores = True
 
     @property
     def address(self) -> str:
@@ -124,6 +138,35 @@ class EnvironmentClient:
         episode.replies.append(reply)
         return self._checked(session, reply)
 
+    def resume(
+        self,
+        session: str,
+        seed: int,
+        fields: str,
+        token_ids: IntArray,
+        turns: Sequence[IntArray],
+        replies: Sequence[EnvironmentReply],
+    ) -> EnvironmentReply:
+        """Continue an episode in a new session, after ``turns``, int32 [tokens] each.
+
+        ``replies``: the reply to the reset, and to each turn; all are ok and none is the end. Returns the last of them, or the
+        failure of the environment. Raises EpisodeDiffers if the environment answers otherwise than before, and as ``reset``.
+        """
+        first, *rest = replies
+        steps = [EnvironmentStep(session, number, ids) for number, ids in enumerate(turns, 1)]
+        episode = _Episode(EnvironmentReset(session, seed, fields, token_ids), first, steps, rest)
+        with self._lock:
+            self._episodes[session] = episode
+
+        def repeated() -> EnvironmentReply:
+            self._repeat(episode)
+            return replies[-1]
+
+        try:
+            return self._checked(session, self._with_retries("Reset", session, repeated))
+        except _Failed as failure:
+            return self._checked(session, failure.reply)
+
     def end(self, session: str) -> None:
         """Forget a session, and let the service forget it, without waiting. May be called at any time."""
         with self._lock:
@@ -158,15 +201,26 @@ class EnvironmentClient:
                     self._repeat(episode)
                 except SessionLost:
                     continue
-                except _Different as error:
+                except _Failed as failure:
+                    return failure.reply
+                except EpisodeDiffers as error:
                     return EnvironmentReply.failed(Outcome.ENVIRONMENT_ERROR, str(error))
         return EnvironmentReply.failed(
             Outcome.ENVIRONMENT_ERROR, f"{self._where('Step')}: the service lost the session {MAX_ATTEMPTS} times"
         )
 
     def _repeat(self, episode: _Episode) -> None:
-        """Repeat the calls of a lost session. Raises _Different if the environment answers otherwise than before."""
+        """Restore a lost session from the state of its last reply, or repeat its calls.
+
+        Raises EpisodeDiffers if the environment answers otherwise than before, _Failed if it fails.
+        """
         assert episode.first is not None
+        if episode.state and self._restores:
+            try:
+                self._restore(episode)
+                return
+            except MismatchError:
+                self._restores = False
         calls: list[tuple[Callable[[], EnvironmentReply], EnvironmentReply]] = [
             (lambda: self._send_reset(episode.reset), episode.first)
         ]
@@ -175,14 +229,26 @@ class EnvironmentClient:
         for number, (call, expected) in enumerate(calls):
             reply = call()
             if reply.outcome is not Outcome.OK:
-                raise _Different(
-                    f"{self._where('Step')}: turn {number} failed when a lost session was repeated: {reply.detail}"
+                raise _Failed(
+                    reply.outcome,
+                    f"{self._where('Step')}: turn {number} failed when a lost session was repeated: {reply.detail}",
                 )
             if not reply.same_answer(expected):
-                raise _Different(
+                raise EpisodeDiffers(
                     f"{self._where('Step')}: turn {number} gave another answer when a lost session was repeated; the "
                     "environment is not deterministic for equal seeds and turns"
                 )
+
+    def _restore(self, episode: _Episode) -> None:
+        """Restore a session from the state of its last reply. Raises _Failed, and MismatchError if no service can."""
+        reset = episode.reset
+        turn, state = len(episode.steps), episode.state
+        restore = EnvironmentRestore(reset.session, reset.seed, reset.fields, reset.token_ids, turn, state)
+        request = to_message(environment_pb2.RestoreSessionRequest, restore)
+        reply = self._send(self._stub.RestoreSession, request, "RestoreSession")
+        if reply.outcome is not Outcome.OK:
+            where = self._where("RestoreSession")
+            raise _Failed(reply.outcome, f"{where}: the environment failed after turn {turn}: {reply.detail}")
 
     def _send_step_once(self, step: EnvironmentStep) -> EnvironmentReply:
         return self._send(self._stub.Step, to_message(environment_pb2.StepRequest, step), "Step")
@@ -244,5 +310,13 @@ class EnvironmentClient:
         return f"environment at {self.address}: {title}"
 
 
-class _Different(Exception):
+class EpisodeDiffers(Exception):
     """The repetition of a session gave another answer."""
+
+
+class _Failed(Exception):
+    """The environment failed when its session was restored or repeated."""
+
+    def __init__(self, outcome: Outcome, detail: str) -> None:
+        super().__init__(detail)
+        self.reply = EnvironmentReply.failed(outcome, detail)

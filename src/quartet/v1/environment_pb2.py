@@ -26,7 +26,7 @@ from quartet.v1 import tensor_pb2 as quartet_dot_v1_dot_tensor__pb2
 from quartet.v1 import trajectory_pb2 as quartet_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cquartet/v1/environment.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\"\xb3\x01\n\x10\x45nvironmentReply\x12\'\n\x0bobservation\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x0e\n\x06reward\x18\x02 \x01(\x02\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12$\n\x07outcome\x18\x04 \x01(\x0e\x32\x13.quartet.v1.Outcome\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\"\n\x06prompt\x18\x07 \x01(\x0b\x32\x12.quartet.v1.Tensor\"d\n\x0cResetRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x0e\n\x06\x66ields\x18\x03 \x01(\t\x12%\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.quartet.v1.Tensor\"<\n\rResetResponse\x12+\n\x05reply\x18\x01 \x01(\x0b\x32\x1c.quartet.v1.EnvironmentReply\"S\n\x0bStepRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\r\x12%\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.quartet.v1.Tensor\";\n\x0cStepResponse\x12+\n\x05reply\x18\x01 \x01(\x0b\x32\x1c.quartet.v1.EnvironmentReply\"&\n\x13\x43loseSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"\x16\n\x14\x43loseSessionResponse\"r\n\x0fRunAgentRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x0e\n\x06\x66ields\x18\x03 \x01(\t\x12\x10\n\x08\x62\x61se_url\x18\x04 \x01(\t\x12\x0f\n\x07\x61pi_key\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\"x\n\x10RunAgentResponse\x12\x13\n\x06reward\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12$\n\x07outcome\x18\x02 \x01(\x0e\x32\x13.quartet.v1.Outcome\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x0e\n\x06logged\x18\x04 \x01(\tB\t\n\x07_reward2\xa7\x02\n\x12\x45nvironmentService\x12<\n\x05Reset\x12\x18.quartet.v1.ResetRequest\x1a\x19.quartet.v1.ResetResponse\x12\x39\n\x04Step\x12\x17.quartet.v1.StepRequest\x1a\x18.quartet.v1.StepResponse\x12Q\n\x0c\x43loseSession\x12\x1f.quartet.v1.CloseSessionRequest\x1a .quartet.v1.CloseSessionResponse\x12\x45\n\x08RunAgent\x12\x1b.quartet.v1.RunAgentRequest\x1a\x1c.quartet.v1.RunAgentResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cquartet/v1/environment.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\"\xc2\x01\n\x10\x45nvironmentReply\x12\'\n\x0bobservation\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x0e\n\x06reward\x18\x02 \x01(\x02\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12$\n\x07outcome\x18\x04 \x01(\x0e\x32\x13.quartet.v1.Outcome\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\r\n\x05state\x18\x06 \x01(\t\x12\"\n\x06prompt\x18\x07 \x01(\x0b\x32\x12.quartet.v1.Tensor\"d\n\x0cResetRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x0e\n\x06\x66ields\x18\x03 \x01(\t\x12%\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.quartet.v1.Tensor\"<\n\rResetResponse\x12+\n\x05reply\x18\x01 \x01(\x0b\x32\x1c.quartet.v1.EnvironmentReply\"S\n\x0bStepRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\r\x12%\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.quartet.v1.Tensor\";\n\x0cStepResponse\x12+\n\x05reply\x18\x01 \x01(\x0b\x32\x1c.quartet.v1.EnvironmentReply\"\x8a\x01\n\x15RestoreSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x0e\n\x06\x66ields\x18\x03 \x01(\t\x12%\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x0c\n\x04turn\x18\x05 \x01(\r\x12\r\n\x05state\x18\x06 \x01(\t\"E\n\x16RestoreSessionResponse\x12+\n\x05reply\x18\x01 \x01(\x0b\x32\x1c.quartet.v1.EnvironmentReply\"&\n\x13\x43loseSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"\x16\n\x14\x43loseSessionResponse\"r\n\x0fRunAgentRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x0e\n\x06\x66ields\x18\x03 \x01(\t\x12\x10\n\x08\x62\x61se_url\x18\x04 \x01(\t\x12\x0f\n\x07\x61pi_key\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\"x\n\x10RunAgentResponse\x12\x13\n\x06reward\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12$\n\x07outcome\x18\x02 \x01(\x0e\x32\x13.quartet.v1.Outcome\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x0e\n\x06logged\x18\x04 \x01(\tB\t\n\x07_reward2\x80\x03\n\x12\x45nvironmentService\x12<\n\x05Reset\x12\x18.quartet.v1.ResetRequest\x1a\x19.quartet.v1.ResetResponse\x12\x39\n\x04Step\x12\x17.quartet.v1.StepRequest\x1a\x18.quartet.v1.StepResponse\x12W\n\x0eRestoreSession\x12!.quartet.v1.RestoreSessionRequest\x1a\".quartet.v1.RestoreSessionResponse\x12Q\n\x0c\x43loseSession\x12\x1f.quartet.v1.CloseSessionRequest\x1a .quartet.v1.CloseSessionResponse\x12\x45\n\x08RunAgent\x12\x1b.quartet.v1.RunAgentRequest\x1a\x1c.quartet.v1.RunAgentResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.environment_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ENVIRONMENTREPLY']._serialized_start=99
-  _globals['_ENVIRONMENTREPLY']._serialized_end=278
-  _globals['_RESETREQUEST']._serialized_start=280
-  _globals['_RESETREQUEST']._serialized_end=380
-  _globals['_RESETRESPONSE']._serialized_start=382
-  _globals['_RESETRESPONSE']._serialized_end=442
-  _globals['_STEPREQUEST']._serialized_start=444
-  _globals['_STEPREQUEST']._serialized_end=527
-  _globals['_STEPRESPONSE']._serialized_start=529
-  _globals['_STEPRESPONSE']._serialized_end=588
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=590
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=628
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=630
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=652
-  _globals['_RUNAGENTREQUEST']._serialized_start=654
-  _globals['_RUNAGENTREQUEST']._serialized_end=768
-  _globals['_RUNAGENTRESPONSE']._serialized_start=770
-  _globals['_RUNAGENTRESPONSE']._serialized_end=890
-  _globals['_ENVIRONMENTSERVICE']._serialized_start=893
-  _globals['_ENVIRONMENTSERVICE']._serialized_end=1188
+  _globals['_ENVIRONMENTREPLY']._serialized_end=293
+  _globals['_RESETREQUEST']._serialized_start=295
+  _globals['_RESETREQUEST']._serialized_end=395
+  _globals['_RESETRESPONSE']._serialized_start=397
+  _globals['_RESETRESPONSE']._serialized_end=457
+  _globals['_STEPREQUEST']._serialized_start=459
+  _globals['_STEPREQUEST']._serialized_end=542
+  _globals['_STEPRESPONSE']._serialized_start=544
+  _globals['_STEPRESPONSE']._serialized_end=603
+  _globals['_RESTORESESSIONREQUEST']._serialized_start=606
+  _globals['_RESTORESESSIONREQUEST']._serialized_end=744
+  _globals['_RESTORESESSIONRESPONSE']._serialized_start=746
+  _globals['_RESTORESESSIONRESPONSE']._serialized_end=815
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=817
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=855
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=857
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=879
+  _globals['_RUNAGENTREQUEST']._serialized_start=881
+  _globals['_RUNAGENTREQUEST']._serialized_end=995
+  _globals['_RUNAGENTRESPONSE']._serialized_start=997
+  _globals['_RUNAGENTRESPONSE']._serialized_end=1117
+  _globals['_ENVIRONMENTSERVICE']._serialized_start=1120
+  _globals['_ENVIRONMENTSERVICE']._serialized_end=1504
 # @@protoc_insertion_point(module_scope)

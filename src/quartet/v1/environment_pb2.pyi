@@ -29,6 +29,7 @@ class EnvironmentReply(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     """Reward of the policy's last turn, finite; 0 for Reset. NaN unless the outcome is OK."""
@@ -38,6 +39,10 @@ class EnvironmentReply(_message.Message):
     """Outcome of the call. Any but OK ends the episode without a reward: a failure is not a number."""
     detail: _builtins.str
     """Cause of an outcome other than OK, at most 1024 characters. Empty for OK."""
+    state: _builtins.str
+    """State of the session after the call, for RestoreSession, at most 1,048,576 characters. Only the service reads it. Empty if the
+    service cannot restore a session, if the episode is over, and unless the outcome is OK.
+    """
     @_builtins.property
     def observation(self) -> _tensor_pb2.Tensor:
         """int32 [tokens], may be empty: the observation, encoded once, to be appended to the trajectory's tokens as they are. Each id is
@@ -59,11 +64,12 @@ class EnvironmentReply(_message.Message):
         done: _builtins.bool = ...,
         outcome: _trajectory_pb2.Outcome.ValueType = ...,
         detail: _builtins.str = ...,
+        state: _builtins.str = ...,
         prompt: _tensor_pb2.Tensor | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["observation", b"observation", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "done", b"done", "observation", b"observation", "outcome", b"outcome", "prompt", b"prompt", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "done", b"done", "observation", b"observation", "outcome", b"outcome", "prompt", b"prompt", "reward", b"reward", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -190,6 +196,74 @@ class StepResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResponse: _TypeAlias = StepResponse  # noqa: Y015
+
+@_typing.final
+class RestoreSessionRequest(_message.Message):
+    """Continues an episode in a session that the service does not have, or has in another state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """Name of the session."""
+    seed: _builtins.int
+    """Seed of the episode, as in its Reset."""
+    fields: _builtins.str
+    """Fields of the prompt's line, as in its Reset."""
+    turn: _builtins.int
+    """Number of the turns that the session has had: that of the call whose reply had the state. 0 is Reset."""
+    state: _builtins.str
+    """`state` of that reply, not empty."""
+    @_builtins.property
+    def token_ids(self) -> _tensor_pb2.Tensor:
+        """int32 [tokens], at least one: the prompt, as in its Reset."""
+
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        seed: _builtins.int = ...,
+        fields: _builtins.str = ...,
+        token_ids: _tensor_pb2.Tensor | None = ...,
+        turn: _builtins.int = ...,
+        state: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "seed", b"seed", "session", b"session", "state", b"state", "token_ids", b"token_ids", "turn", b"turn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreSessionRequest: _TypeAlias = RestoreSessionRequest  # noqa: Y015
+
+@_typing.final
+class RestoreSessionResponse(_message.Message):
+    """The answer to RestoreSession."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def reply(self) -> Global___EnvironmentReply:
+        """No observation and the reward 0, or a failure. Not done, unless it is a failure. Without a state."""
+
+    def __init__(
+        self,
+        *,
+        reply: Global___EnvironmentReply | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreSessionResponse: _TypeAlias = RestoreSessionResponse  # noqa: Y015
 
 @_typing.final
 class CloseSessionRequest(_message.Message):

@@ -36,7 +36,9 @@ class EnvironmentServiceStub:
 
     Sessions live in memory: after a restart, or if it was idle too long, a session is unknown, and Step fails with
     FAILED_PRECONDITION and the reason SessionLost in its ErrorInfo. The caller may then start it again with the same Reset and the
-    same Steps. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
+    same Steps. If the last reply had a state, it may continue with RestoreSession instead, so that no turn is given to the environment
+    twice. The call after it is the next turn. RestoreSession replaces a session of that name. A service whose replies have no state
+    need not offer it. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
 
     An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
     a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
@@ -62,6 +64,11 @@ class EnvironmentServiceStub:
                 request_serializer=quartet_dot_v1_dot_environment__pb2.StepRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_environment__pb2.StepResponse.FromString,
                 _registered_method=True)
+        self.RestoreSession = channel.unary_unary(
+                '/quartet.v1.EnvironmentService/RestoreSession',
+                request_serializer=quartet_dot_v1_dot_environment__pb2.RestoreSessionRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_environment__pb2.RestoreSessionResponse.FromString,
+                _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/quartet.v1.EnvironmentService/CloseSession',
                 request_serializer=quartet_dot_v1_dot_environment__pb2.CloseSessionRequest.SerializeToString,
@@ -85,7 +92,9 @@ class EnvironmentServiceServicer:
 
     Sessions live in memory: after a restart, or if it was idle too long, a session is unknown, and Step fails with
     FAILED_PRECONDITION and the reason SessionLost in its ErrorInfo. The caller may then start it again with the same Reset and the
-    same Steps. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
+    same Steps. If the last reply had a state, it may continue with RestoreSession instead, so that no turn is given to the environment
+    twice. The call after it is the next turn. RestoreSession replaces a session of that name. A service whose replies have no state
+    need not offer it. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
 
     An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
     a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
@@ -104,6 +113,13 @@ class EnvironmentServiceServicer:
 
     def Step(self, request, context):
         """Gives the policy's turn to the environment.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreSession(self, request, context):
+        """Continues an episode after a turn, from the state that the environment had then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,6 +153,11 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     request_deserializer=quartet_dot_v1_dot_environment__pb2.StepRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_environment__pb2.StepResponse.SerializeToString,
             ),
+            'RestoreSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreSession,
+                    request_deserializer=quartet_dot_v1_dot_environment__pb2.RestoreSessionRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_environment__pb2.RestoreSessionResponse.SerializeToString,
+            ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
                     request_deserializer=quartet_dot_v1_dot_environment__pb2.CloseSessionRequest.FromString,
@@ -166,7 +187,9 @@ class EnvironmentService:
 
     Sessions live in memory: after a restart, or if it was idle too long, a session is unknown, and Step fails with
     FAILED_PRECONDITION and the reason SessionLost in its ErrorInfo. The caller may then start it again with the same Reset and the
-    same Steps. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
+    same Steps. If the last reply had a state, it may continue with RestoreSession instead, so that no turn is given to the environment
+    twice. The call after it is the next turn. RestoreSession replaces a session of that name. A service whose replies have no state
+    need not offer it. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
 
     An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
     a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
@@ -220,6 +243,33 @@ class EnvironmentService:
             '/quartet.v1.EnvironmentService/Step',
             quartet_dot_v1_dot_environment__pb2.StepRequest.SerializeToString,
             quartet_dot_v1_dot_environment__pb2.StepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.EnvironmentService/RestoreSession',
+            quartet_dot_v1_dot_environment__pb2.RestoreSessionRequest.SerializeToString,
+            quartet_dot_v1_dot_environment__pb2.RestoreSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

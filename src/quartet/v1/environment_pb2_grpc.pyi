@@ -37,7 +37,9 @@ class EnvironmentServiceStub:
 
     Sessions live in memory: after a restart, or if it was idle too long, a session is unknown, and Step fails with
     FAILED_PRECONDITION and the reason SessionLost in its ErrorInfo. The caller may then start it again with the same Reset and the
-    same Steps. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
+    same Steps. If the last reply had a state, it may continue with RestoreSession instead, so that no turn is given to the environment
+    twice. The call after it is the next turn. RestoreSession replaces a session of that name. A service whose replies have no state
+    need not offer it. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
 
     An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
     a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
@@ -55,6 +57,8 @@ class EnvironmentServiceStub:
     """Starts an episode, or starts it again."""
     Step: _grpc.UnaryUnaryMultiCallable[_environment_pb2.StepRequest, _environment_pb2.StepResponse]
     """Gives the policy's turn to the environment."""
+    RestoreSession: _grpc.UnaryUnaryMultiCallable[_environment_pb2.RestoreSessionRequest, _environment_pb2.RestoreSessionResponse]
+    """Continues an episode after a turn, from the state that the environment had then."""
     CloseSession: _grpc.UnaryUnaryMultiCallable[_environment_pb2.CloseSessionRequest, _environment_pb2.CloseSessionResponse]
     """Ends a session. A session that does not exist is no error."""
     RunAgent: _grpc.UnaryUnaryMultiCallable[_environment_pb2.RunAgentRequest, _environment_pb2.RunAgentResponse]
@@ -74,7 +78,9 @@ class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
 
     Sessions live in memory: after a restart, or if it was idle too long, a session is unknown, and Step fails with
     FAILED_PRECONDITION and the reason SessionLost in its ErrorInfo. The caller may then start it again with the same Reset and the
-    same Steps. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
+    same Steps. If the last reply had a state, it may continue with RestoreSession instead, so that no turn is given to the environment
+    twice. The call after it is the next turn. RestoreSession replaces a session of that name. A service whose replies have no state
+    need not offer it. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
 
     An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
     a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
@@ -89,6 +95,8 @@ class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
     """Starts an episode, or starts it again."""
     Step: _aio.UnaryUnaryMultiCallable[_environment_pb2.StepRequest, _environment_pb2.StepResponse]  # type: ignore[assignment]
     """Gives the policy's turn to the environment."""
+    RestoreSession: _aio.UnaryUnaryMultiCallable[_environment_pb2.RestoreSessionRequest, _environment_pb2.RestoreSessionResponse]  # type: ignore[assignment]
+    """Continues an episode after a turn, from the state that the environment had then."""
     CloseSession: _aio.UnaryUnaryMultiCallable[_environment_pb2.CloseSessionRequest, _environment_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Ends a session. A session that does not exist is no error."""
     RunAgent: _aio.UnaryUnaryMultiCallable[_environment_pb2.RunAgentRequest, _environment_pb2.RunAgentResponse]  # type: ignore[assignment]
@@ -107,7 +115,9 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
 
     Sessions live in memory: after a restart, or if it was idle too long, a session is unknown, and Step fails with
     FAILED_PRECONDITION and the reason SessionLost in its ErrorInfo. The caller may then start it again with the same Reset and the
-    same Steps. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
+    same Steps. If the last reply had a state, it may continue with RestoreSession instead, so that no turn is given to the environment
+    twice. The call after it is the next turn. RestoreSession replaces a session of that name. A service whose replies have no state
+    need not offer it. A service without room for another session fails with RESOURCE_EXHAUSTED, and the caller tries again.
 
     An invalid request is INVALID_ARGUMENT and changes nothing: a malformed message, a turn that is not the next or the last one, or
     a turn after the end of the episode. An environment that fails is no error of the call but an outcome.
@@ -132,6 +142,14 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_environment_pb2.StepResponse, _abc.Awaitable[_environment_pb2.StepResponse]]:
         """Gives the policy's turn to the environment."""
+
+    @_abc_1.abstractmethod
+    def RestoreSession(
+        self,
+        request: _environment_pb2.RestoreSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_environment_pb2.RestoreSessionResponse, _abc.Awaitable[_environment_pb2.RestoreSessionResponse]]:
+        """Continues an episode after a turn, from the state that the environment had then."""
 
     @_abc_1.abstractmethod
     def CloseSession(

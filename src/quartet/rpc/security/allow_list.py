@@ -45,6 +45,7 @@ CALLERS: dict[str, frozenset[str]] = {
     "quartet.v1.ReferenceService/LogProbs": _ORCHESTRATOR,
     "quartet.v1.EnvironmentService/Reset": _EPISODES,
     "quartet.v1.EnvironmentService/Step": _EPISODES,
+    "quartet.v1.EnvironmentService/RestoreSession": _EPISODES,
     "quartet.v1.EnvironmentService/CloseSession": _EPISODES,
     "quartet.v1.EnvironmentService/RunAgent": _EPISODES,
     "quartet.v1.OrchestratorService/GetProgress": _USERS,
