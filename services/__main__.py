@@ -200,7 +200,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             if roles == [Role.GENERATOR]:
                 hosted = _generator(config, threads, credentials)
             elif roles == [Role.ENVIRONMENT]:
-                hosted = _environment(config, threads)
+                hosted = _environment(config, threads, credentials, observability)
             else:
                 hosted = _models(roles, config, threads, credentials, ranks, notifier)
             background, publish, wait_for_outcome = None, None, None
@@ -210,16 +210,19 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
 
                 observability.registry.register(SharingMetrics(hosted[0].shared.usage))
 
-        from quartet.rpc.limits import shared_limits
+        from quartet.rpc.limits import agent_limits, shared_limits
         from quartet.rpc.server import Server
 
         gc.enable()
 
         observability.start()
+        limits = None if sharing is None else shared_limits(sharing.max_runs, sharing.max_pending_calls)
+        if roles == [Role.ENVIRONMENT] and config.environment.kind == "agent":
+            limits = agent_limits(config.environment.agent.max_concurrent)
         server = Server(
             *(hosted, listen, credentials, observability.interceptors, observability.address, service.health_listen),
             bind_seconds=RESTART_BIND_SECONDS if _is_restart(options) else 0.0,
-            limits=None if sharing is None else shared_limits(sharing.max_runs, sharing.max_pending_calls),
+            limits=limits,
         )
         for role in hosted:
             if (engine := role.status().engine) is not None:
@@ -376,7 +379,14 @@ def _generator(config: Config, threads: int, credentials: Credentials) -> list[A
     return [build_generator(config, ComputeThread(initializer, config.timeouts.score_seconds), threads, credentials)]
 
 
-def _environment(config: Config, threads: int) -> list[Any]:
+def _environment(config: Config, threads: int, credentials: Credentials, observability: Observability) -> list[Any]:
+    if config.environment.kind == "agent":
+        from quartet.environments.agents import AgentHost
+        from quartet.services.environment.agents.servicer import AgentMetrics, AgentServicer
+
+        agents = AgentHost(config.environment, credentials.folder)
+        observability.registry.register(AgentMetrics(agents))
+        return [AgentServicer(agents, threads)]
     from quartet.data.chat_template import TemplateInputs
     from quartet.environments.host import EnvironmentHost
     from quartet.services.environment.servicer import EnvironmentServicer

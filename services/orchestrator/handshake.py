@@ -64,6 +64,9 @@ class ServiceHandshake:
                 self._board.note(note)
 
     def _check_agreement(self, statuses: ServiceStatuses) -> None:
+        if self._config.has_agents:
+            # No token ids reach the agents.
+            statuses = {role: status for role, status in statuses.items() if role is not Role.ENVIRONMENT}
         check_agreement(statuses, self._config.run.name, needs_reference=not self._config.has_reference)
 
     def _wait_for_generators(self, alive: Callable[[], None]) -> None:

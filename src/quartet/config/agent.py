@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,8 @@ from quartet.config.section import Count, FunctionName, Positive, Section
 
 MAX_AGENTS = 1024
 """Maximum number of agents that run at once. Each holds a thread of the environment service."""
+ALL_ADDRESSES = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound.
+"""Hosts that stand for all addresses of a machine."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -56,7 +59,8 @@ class AgentConfig(Section):
     """HOST:PORT at which each process that generates listens for agents. Port 0 selects a free port. Null: a free port on
     127.0.0.1."""
     advertise: HostPort = None
-    """HOST:PORT at which agents reach that process. Port 0 is the port at which it listens. Null: the address in `listen`."""
+    """HOST:PORT at which agents reach that process. Port 0 is the port at which it listens. Null: the address in `listen`, or the
+    machine's own address if it listens at all."""
 
     @property
     def kind(self) -> str:
@@ -70,11 +74,16 @@ class AgentConfig(Section):
             raise ValueError("expected the program first, and no null character")
         return command
 
-    def base_url(self, address: str, encrypted: bool) -> str:
-        """Return the base URL of the endpoint of a process that listens at ``address``, HOST:PORT, for its agents."""
-        if self.advertise is not None:
-            host, _, port = self.advertise.rpartition(":")
-            address = f"{host}:{address.rpartition(':')[2] if port == '0' else port}"
+    def base_url(self, address: str, encrypted: bool, own_host: Callable[[], str] = lambda: "") -> str:
+        """Return the base URL of the endpoint of a process that listens at ``address``, HOST:PORT, for its agents.
+
+        ``own_host`` returns an address of this machine for a process that listens at all of them, without brackets.
+        """
+        host, _, port = (self.advertise or address).rpartition(":")
+        port = address.rpartition(":")[2] if port == "0" else port
+        if host.strip("[]") in ALL_ADDRESSES and (own := own_host()):
+            host = f"[{own}]" if ":" in own else own
+        address = f"{host}:{port}"
         return f"http{'s' if encrypted else ''}://{address}/v1"
 
     def check(self) -> None:

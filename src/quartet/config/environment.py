@@ -61,7 +61,8 @@ class EnvironmentConfig(Section):
         if self.kind == "agent":
             self._check_agent()
             return self
-        if self.agent != AgentConfig():
+        # A deployment sets the addresses of all runs.
+        if self.agent.model_copy(update={"listen": None, "advertise": None}) != AgentConfig():
             raise ValueError("agent: not used with kind class; set kind agent, or remove the section")
         if self.class_name is None and self.arguments:
             raise ValueError("arguments: not used without class_name; set class_name, or remove them")

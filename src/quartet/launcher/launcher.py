@@ -53,7 +53,9 @@ CLOSE_SECONDS = 5.0
 PRELOADED = (
     "quartet.services.roles",
     "quartet.environments.host",
+    "quartet.environments.agents",
     "quartet.services.environment.servicer",
+    "quartet.services.environment.agents.servicer",
     "quartet.services.observability",
     "quartet.services.orchestrator.training_run",
     "quartet.services.orchestrator.servicer",

@@ -12,7 +12,9 @@ import structlog
 
 from quartet.codec.environment import agent_result_from_proto
 from quartet.codec.messages import to_message
+from quartet.config.agent import AgentConfig
 from quartet.config.deployment import RecoveryConfig, TimeoutsConfig
+from quartet.config.section import MAX_PAUSE
 from quartet.contract.agent import AgentResult, AgentRun
 from quartet.contract.status import Role
 from quartet.contract.trajectory import Outcome
@@ -28,6 +30,7 @@ from quartet.errors import (
 )
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import ServiceChannel
+from quartet.system.machine import own_address
 from quartet.v1 import environment_pb2, environment_pb2_grpc
 
 log = structlog.get_logger()
@@ -57,7 +60,7 @@ class AgentClient:
     ) -> None:
         """``agent_seconds``: time limit of a run (``environment.agent.timeout_seconds``), which the service applies.
 
-        A service that does not respond is waited for ``timeouts.load_seconds`` since its last answer. With ``needs_reward``, a
+        A service that does not respond is waited for ``timeouts.load_seconds``. With ``needs_reward``, a
         result without a reward is a failure, because no reward source scores the trajectory.
         """
         self._channel = ServiceChannel(Role.ENVIRONMENT, address, credentials)
@@ -67,12 +70,32 @@ class AgentClient:
         self._recovery, self._needs_reward = recovery, needs_reward
         self._lock = threading.Lock()
         self._losses: Counter[str] = Counter()
-        self._last_answer, self._failures, self._logged_busy = time.monotonic(), 0, 0.0
+        self._away_since: float | None = None
+        self._logged_busy = -LOG_INTERVAL
+        self._closed = threading.Event()
 
     @property
     def address(self) -> str:
         """HOST:PORT of the service."""
         return self._channel.address
+
+    def endpoint_url(self, agent: AgentConfig, address: str, encrypted: bool) -> str:
+        """Return the base URL that agents of the service get, for this process's endpoint that listens at ``address``.
+
+        If it listens at all addresses of this machine, agents get the one from which the service is reached. Raises
+        ServiceUnavailable if its name does not resolve.
+        """
+
+        def own_host() -> str:
+            try:
+                return own_address(self.address)
+            except OSError as error:
+                raise ServiceUnavailable(
+                    f"environment at {self.address}: cannot be reached ({error.strerror or error}); set "
+                    "environment.agent.advertise to the address at which agents reach this process"
+                ) from None
+
+        return agent.base_url(address, encrypted, own_host)
 
     def start(self, run: AgentRun, on_end: OnEnd) -> Callable[[], None]:
         """Start the agent and return at once. ``on_end`` is called once, on another thread.
@@ -85,7 +108,8 @@ class AgentClient:
         return started.cancel
 
     def close(self) -> None:
-        """Close the connection. The service ends all agents that still run."""
+        """Close the connection. The service ends all agents that still run, and they end with Cancelled."""
+        self._closed.set()
         self._channel.close()
 
     def _begin(self, run: AgentRun) -> Future[AgentResult]:
@@ -99,40 +123,53 @@ class AgentClient:
         where = f"environment at {self.address}: RunAgent"
         try:
             result = ended.result()
-        except ServiceBusy as error:
-            self._note_answer()
-            self._log_busy(str(error))
-            return None, BUSY_SECONDS
-        except (MismatchError, AccessRefused, Cancelled) as error:
-            return error, 0.0
-        except SessionLost as error:
-            self._note_answer()
-            with self._lock:
-                self._losses[session] += 1
-                losses = self._losses[session]
-            if losses < MAX_LOSSES:
-                return AgentResult.failed(Outcome.ENVIRONMENT_ERROR, str(error), lost=True), 0.0
-            detail = f"{error}; this happened {MAX_LOSSES} times"
-            return self._final(session, AgentResult.failed(Outcome.ENVIRONMENT_ERROR, detail)), 0.0
-        except NoResponse as error:
-            return self._final(session, AgentResult.failed(Outcome.TIMEOUT, str(error))), 0.0
-        except ServiceUnavailable as error:
-            with self._lock:
-                self._failures += 1
-                failures, away = self._failures, time.monotonic() - self._last_answer
-            if away > self._patience:
-                return self._final(session, AgentResult.failed(Outcome.ENVIRONMENT_ERROR, str(error))), 0.0
-            lost = AgentResult.failed(Outcome.ENVIRONMENT_ERROR, str(error), lost=True)
-            return lost, self._recovery.pause(failures)
         except QuartetError as error:
-            # The service answered with an error or with a malformed message.
-            self._note_answer()
-            return self._final(session, AgentResult.failed(Outcome.ENVIRONMENT_ERROR, str(error))), 0.0
+            if self._closed.is_set():
+                return Cancelled(f"{where}: the client is closed"), 0.0
+            return self._failure(session, error)
         self._note_answer()
         if self._needs_reward and result.outcome is Outcome.OK and result.reward is None:
             detail = f"{where}: the agent gave no reward, and reward.source none has none either; return one"
             result = AgentResult.failed(Outcome.ENVIRONMENT_ERROR, detail)
         return self._final(session, result), 0.0
+
+    def _failure(self, session: str, error: QuartetError) -> tuple[AgentResult | QuartetError | None, float]:
+        """Return what the error of a call means. See ``_ended``."""
+        if isinstance(error, MismatchError | AccessRefused | Cancelled):
+            return error, 0.0
+        if isinstance(error, ServiceUnavailable):
+            return self._unavailable(session, error)
+        if isinstance(error, NoResponse):
+            return self._final(session, AgentResult.failed(Outcome.TIMEOUT, str(error))), 0.0
+        # The service answered.
+        self._note_answer()
+        if isinstance(error, ServiceBusy):
+            self._log_busy(str(error))
+            return None, BUSY_SECONDS
+        detail = str(error)
+        if isinstance(error, SessionLost):
+            with self._lock:
+                self._losses[session] += 1
+                losses = self._losses[session]
+            if losses < MAX_LOSSES:
+                return AgentResult.failed(Outcome.ENVIRONMENT_ERROR, detail, lost=True), 0.0
+            detail = f"{detail}; this happened {MAX_LOSSES} times"
+        return self._final(session, AgentResult.failed(Outcome.ENVIRONMENT_ERROR, detail)), 0.0
+
+    def _unavailable(self, session: str, error: QuartetError) -> tuple[AgentResult, float]:
+        """Return the end of a run whose service is away, and the pause before it is told, in seconds.
+
+        The pause is as long as the service has been away, so each further one is twice as long. The number of failures does not
+        count, because all agents of a service fail together.
+        """
+        with self._lock:
+            now = time.monotonic()
+            self._away_since = now if self._away_since is None else self._away_since
+            away = now - self._away_since
+        failed = AgentResult.failed(Outcome.ENVIRONMENT_ERROR, str(error), lost=away <= self._patience)
+        if not failed.lost:
+            return self._final(session, failed), 0.0
+        return failed, min(MAX_PAUSE, max(self._recovery.backoff_seconds, away))
 
     def _final(self, session: str, result: AgentResult) -> AgentResult:
         self._forget(session)
@@ -146,7 +183,7 @@ class AgentClient:
 
     def _note_answer(self) -> None:
         with self._lock:
-            self._last_answer, self._failures = time.monotonic(), 0
+            self._away_since = None
 
     def _log_busy(self, error: str) -> None:
         with self._lock:

@@ -82,6 +82,15 @@ class CallLimits:
         return (*_SERVER_OPTIONS, ("grpc.max_concurrent_streams", self.calls_per_connection))
 
 
+def agent_limits(max_concurrent: int) -> CallLimits:
+    """Return the limits of a service that runs this many agents at once. Each call lasts as long as its agent.
+
+    Further calls reach the service, which refuses them at once, so that the agents of all callers have the same chance.
+    """
+    calls = max_concurrent + MAX_CONCURRENT_CALLS
+    return CallLimits(calls, calls)
+
+
 def shared_limits(max_runs: int, calls_per_run: int) -> CallLimits:
     """Return the limits of a service that ``max_runs`` runs share, each with a quota of ``calls_per_run`` pending calls.
 

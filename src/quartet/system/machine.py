@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 from quartet.errors import ConfigError
@@ -55,3 +56,12 @@ def _free_memory_bytes(root: Path) -> int:
     except (OSError, ValueError, KeyError):  # No control group, or no limit ("max").
         return free
     return max(0, min(free, limit - used + int(page_cache)))
+
+
+def own_address(towards: str) -> str:
+    """Return the IP address of this machine on the way to HOST:PORT. Nothing is sent. Raises OSError."""
+    host, _, port = towards.rpartition(":")
+    family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

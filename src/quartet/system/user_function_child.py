@@ -37,7 +37,7 @@ def main(function_name: str, descriptor: str, quotes: str = "") -> None:
     ``quotes``: not empty to report the text of exceptions, which may quote prompts and responses. The text of an exception whose
     attribute ``quotes_texts`` is False is always reported.
     """
-    requests, answers = _take_pipes(int(descriptor))
+    requests, answers = take_pipes(int(descriptor))
     try:
         function = import_callable(function_name)
     except NotImportable as error:
@@ -259,7 +259,7 @@ def described(value: Any) -> str:
     return f"a value of type {kind}"
 
 
-def _take_pipes(descriptor: int) -> tuple[BinaryIO, BinaryIO]:
+def take_pipes(descriptor: int) -> tuple[BinaryIO, BinaryIO]:
     """Return both pipes, hidden from the function, which may read standard input or start processes that inherit descriptors."""
     calls = os.dup(0)
     os.set_inheritable(descriptor, False)

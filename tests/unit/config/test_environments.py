@@ -155,10 +155,6 @@ def test_the_address_that_agents_get(settings: Any, address: str, encrypted: boo
             r"agent\.listen 10\.0\.0\.1:80: not a loopback",
         ),
         (
-            {"rollout": TURNS, "environment": agent(listen="0.0.0.0:80"), "security": {"allow_plaintext": True}},
-            r"agent\.listen 0\.0\.0\.0:80: no address that agents can call; set environment\.agent\.advertise",
-        ),
-        (
             {"rollout": {**TURNS, "generators": 2}, "environment": agent(listen="127.0.0.1:80")},
             r"agent\.listen 127\.0\.0\.1:80: several processes on this machine generate",
         ),
@@ -171,3 +167,7 @@ def test_the_address_that_agents_get(settings: Any, address: str, encrypted: boo
 def test_a_config_of_an_agent_that_contradicts_itself(sections: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         config(**sections)
+
+
+def test_a_deployment_may_set_the_address_of_endpoints_for_all_runs() -> None:
+    assert not config(environment={"agent": {"listen": "0.0.0.0:8090"}}).has_agents

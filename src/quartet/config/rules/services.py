@@ -7,8 +7,6 @@ from quartet.config.rewards import is_encrypted_or_local
 from quartet.config.section import is_loopback
 from quartet.config.tree import ConfigTree
 
-_ALL_INTERFACES = ("0.0.0.0", "::")  # noqa: S104 - no process listens here.
-
 
 def check_processes(config: ConfigTree) -> None:
     """Raise ValueError if a service cannot have its processes or devices."""
@@ -113,11 +111,6 @@ def _check_agent(config: ConfigTree) -> None:
         raise ValueError(
             f"environment.agent.listen {agent.listen}: not a loopback address, and calls are not encrypted; listen on "
             "127.0.0.1, give security.certificates, or set security.allow_plaintext true inside a network that you trust"
-        )
-    if agent.advertise is None and host.strip("[]") in _ALL_INTERFACES:
-        raise ValueError(
-            f"environment.agent.listen {agent.listen}: no address that agents can call; set environment.agent.advertise to a "
-            "HOST:PORT at which they reach the process that generates"
         )
     ranks = 0 if config.has_generators else config.services.actor.num_ranks
     if port != "0" and max(config.rollout.generators, ranks) > 1:

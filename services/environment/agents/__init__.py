@@ -1,0 +1,1 @@
+"""The environment service of agents, which call the policy."""

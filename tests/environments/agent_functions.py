@@ -1,0 +1,76 @@
+"""Agents for the tests, which use the standard library only: as functions, and as a command that imports this file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+import urllib.request
+from typing import Any
+
+from quartet.environments import EnvironmentFailed
+
+
+def ask(base_url: str, key: str, model: str, text: str) -> str:
+    """Send one chat and return the text of the answer."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": text}]}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)  # noqa: S310 - the test's server
+    with urllib.request.urlopen(request, timeout=60) as response:  # noqa: S310
+        return str(json.load(response)["choices"][0]["message"]["content"])
+
+
+async def two_turns(fields: dict[str, Any], base_url: str, api_key: str, model: str, seed: int, session: str) -> Any:
+    """Ask twice; the second question is the first answer."""
+    text = fields["text"]
+    for _ in range(2):
+        text = await asyncio.to_thread(ask, base_url, api_key, model, text)
+    return {"reward": float(len(text)), "logged": {"text": text, "seed": seed, "session": session}}
+
+
+async def as_told(fields: dict[str, Any], **others: Any) -> Any:
+    """Return, raise or do what the fields say."""
+    if "raise" in fields:
+        raise ValueError(fields["raise"])
+    if "failed" in fields:
+        raise EnvironmentFailed(*fields["failed"])
+    if "exit" in fields:
+        sys.exit(fields["exit"])
+    if "end" in fields:
+        os._exit(fields["end"])
+    if "block" in fields:
+        time.sleep(fields["block"])
+    if "wait" in fields:
+        await asyncio.sleep(fields["wait"])
+    if "print" in fields:
+        print(fields["print"], others["api_key"])
+    if "object" in fields:
+        return object()
+    return fields.get("return")
+
+
+def not_async(fields: dict[str, Any]) -> float:
+    return 1.0
+
+
+async def wants_more(fields: dict[str, Any], tools: list[str]) -> float:
+    return 1.0
+
+
+class Callable:
+    async def __call__(self, fields: dict[str, Any]) -> float:
+        return float(fields["number"])
+
+
+called = Callable()
+
+
+if __name__ == "__main__":
+    row = json.load(sys.stdin)
+    given = {name: os.environ[f"OPENAI_{name}"] for name in ("BASE_URL", "API_KEY", "MODEL")}
+    print(f"my key is {given['API_KEY']}", file=sys.stderr)
+    answer = ask(given["BASE_URL"], given["API_KEY"], given["MODEL"], row["text"])
+    print("thinking")
+    print(json.dumps({"reward": len(answer), "logged": {"text": answer, "seed": int(os.environ["QUARTET_SEED"])}}))
