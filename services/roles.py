@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from quartet.rpc.base_servicers import Commands, ModelServicer
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.services.actor.actor import Actor, BufferAccess
-from quartet.services.actor.group_generation import GroupGeneration, join_ranks
+from quartet.services.actor.group_generation import GroupGeneration, join_ranks, rank_host
 from quartet.services.actor.servicer import ActorServicer
 from quartet.services.critic.critic import Critic
 from quartet.services.critic.servicer import CriticServicer
@@ -52,7 +53,7 @@ from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
 from quartet.services.reward.sharing import SharedTurns
 from quartet.system.failpoints import failpoint
-from quartet.weight_transfer.process_group import GroupSenders, group_settings
+from quartet.weight_transfer.process_group import GroupSenders, GroupSettings, group_settings
 from quartet.weight_transfer.shared_memory import machine
 from quartet.weight_transfer.slices import SliceWriter
 from quartet.weight_transfer.source import WeightSource
@@ -118,18 +119,22 @@ def _build_actor(
     rollout, ahead = config.rollout, config.rollout.max_off_policy_steps
     kind = find_engine(rollout.engine)
     # Who generates, with which weights, and how they get there:
-    #   generators in other processes   their own     pulled from the weight source of rank 0, which all ranks write
+    #   generators in other processes   their own     pulled from the weight source of rank 0, for which all ranks write
     #   this process, during updates    its own       taken from the weight source of this process
     #   this process, of a group        its own       copied when all ranks publish them
     #   this process                    the policy's  shared
     hosts, detached = not config.has_generators, generates_in_actor(config)
     shares = hosts and not detached
     # A version is needed until its step is generated, and the one after it may be published before.
-    writer = None if hosts else slice_writer(workers)
-    senders = None if hosts else group_senders(config, workers, writer)
+    groups = None if hosts else group_settings(config, device_of_rank(config.services.actor, workers.rank))
+    writer = None if hosts else slice_writer(config, workers, groups)
     source = (
         WeightSource(
-            ahead + 2, shares=rollout.share_weights, writer=writer, directory=rollout.share_directory, senders=senders
+            ahead + 2,
+            shares=rollout.share_weights,
+            writer=writer,
+            directory=rollout.share_directory,
+            senders=None if groups is None else GroupSenders(groups) if writer is None else writer.senders,
         )
         if (ahead if hosts else not workers.rank) and not shares
         else None
@@ -206,30 +211,30 @@ def _reference(config: Config, workers: Workers) -> Reference:
     )
 
 
-def slice_writer(workers: Workers) -> SliceWriter | None:
-    """Return this rank's part of publications if all ranks can share memory, otherwise None. All ranks must call it."""
+def slice_writer(config: Config, workers: Workers, groups: GroupSettings | None) -> SliceWriter | None:
+    """Return this rank's part of publications if the ranks of each machine can share memory, otherwise None.
+
+    All ranks must call it. ``groups``: how they send to generators, if they do. Those above 0 begin to follow rank 0.
+    """
     if workers.size == 1:
         return None
     machines = workers.exchange(machine())
+    if not all(machines):
+        return None
+    firsts, senders = [machines.index(each) for each in machines], None
     # Imported here because a single process does not need torch.distributed.
-    from quartet.models.workers.group import WorkerGroup
+    from quartet.models.workers.group import WorkerGroup, store_connection
 
     assert isinstance(workers, WorkerGroup)
-    return SliceWriter(workers) if machines[0] and len(set(machines)) == 1 else None
-
-
-def group_senders(config: Config, workers: Workers, writer: SliceWriter | None) -> GroupSenders | None:
-    """Return this rank's sends through process groups, if the config asks for them. The ranks above 0 begin to follow rank 0."""
-    settings = group_settings(config, device_of_rank(config.services.actor, workers.rank))
-    if settings is None or writer is None or workers.size == 1:
-        # All slices are those of rank 0.
-        return None if settings is None else GroupSenders(settings)
-    from quartet.models.workers.group import store_connection
-
-    senders = GroupSenders(settings, workers.rank, workers.size, store_connection())
-    if workers.rank:
+    if any(firsts) and groups is None:
+        groups = GroupSettings(timeout=config.recovery.hang_timeout_seconds)
+    if groups is not None:
+        senders = GroupSenders(groups, workers.rank, workers.size, store_connection())
+    host = rank_host(config.services.actor.nodes, os.environ)
+    writer = SliceWriter(workers, firsts=firsts, senders=senders, host=host)
+    if senders is not None and workers.rank:
         senders.follow(writer.memory)
-    return senders
+    return writer
 
 
 def set_up_thread(threads: int, workers: Workers) -> Callable[[], None]:

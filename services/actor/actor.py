@@ -182,7 +182,7 @@ class Actor(TrainableModel):
     ) -> None:
         """Publish the current policy version and every later one: to ``source``, or to the engine of ``generator``.
 
-        With neither, this rank only takes part: with a ``writer``, it writes its slices to the memory of rank 0's source. On rank
+        With neither, this rank only takes part: with a ``writer``, it writes its slices to the memory of its machine. On rank
         0, it is that of ``source``.
         """
         self._source, self._generator, self._writer = source, generator, writer

@@ -99,6 +99,10 @@ class RankSlices:
     begins: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """Yield tensor, begin and size of each slice."""
+        return zip(self.tensors, self.begins, self.sizes, strict=True)
+
 
 @dataclass(frozen=True, slots=True)
 class WeightsRequest:

@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -42,6 +42,9 @@ MAX_SENDS = 64
 MAX_VALUE_BYTES = 2**16
 """Maximum size of what two members tell each other to connect."""
 _LENGTHS, _DONE = struct.Struct("<II"), b"\1"
+
+Place = tuple[int, int, int]
+"""Memory of a rank: number of the region, offset and size in bytes."""
 
 log = structlog.get_logger()
 
@@ -363,19 +366,42 @@ class GroupSenders:
         self._lock = threading.Lock()
         self._free = threading.Semaphore(MAX_SENDS)
 
-    def start(self, group: WeightGroup, own: Sequence[Bytes], others: Sequence[Sequence[tuple[int, int, int]]]) -> bool:
-        """Let all ranks send: rank 0 its ``own`` slices, the ``others`` theirs, each as region, offset and size.
+    def start(self, group: WeightGroup, own: Sequence[Bytes], others: Sequence[Sequence[Place]]) -> bool:
+        """Let all ranks send: rank 0 its ``own`` slices, the ``others`` theirs.
 
         Return False if rank 0 has too many transfers. Then no rank sends.
         """
         if own and not self._send(group, own):
             return False
-        with self._lock:
-            for rank, places in enumerate(others, 1):
-                if places:
-                    target = [group.backend, group.port, group.name, group.host]
-                    self._command(rank, {"group": target, "places": places})
+        self._command_sends(group, dict(enumerate(others, 1)))
         return True
+
+    def fetch(self, host: str, places: Mapping[int, Sequence[Place]], targets: Mapping[int, Sequence[Bytes]]) -> None:
+        """Receive memory of other ranks into ``targets``, by rank. Rank 0 calls it, on any thread, and listens at ``host``.
+
+        Raises ServiceUnavailable.
+        """
+        settings = replace(self.settings, backend="gloo")
+        ranks: list[RankSlices] = []
+        parts: list[Bytes] = []
+        for rank in range(self._size):
+            own = targets.get(rank, ())
+            tensors = tuple(range(len(parts), len(parts) + len(own)))
+            ranks.append(RankSlices(tensors, (0,) * len(own), tuple(map(len, own))))
+            parts += own
+        try:
+            with closing(Meeting(settings, host)) as meeting:
+                self._command_sends(meeting.group, places, limited=False)
+                meeting.receive(ranks, parts, lambda _: None, time.monotonic() + 2 * settings.timeout)
+        except (GroupFailed, OSError, ImportError) as error:
+            raise ServiceUnavailable(f"weights: no slices from other machines of the trainer: {error}") from None
+
+    def _command_sends(self, group: WeightGroup, places: Mapping[int, Sequence[Place]], limited: bool = True) -> None:
+        target = [group.backend, group.port, group.name, group.host]
+        with self._lock:
+            for rank, own in places.items():
+                if own:
+                    self._command(rank, {"group": target, "places": own, "limited": limited})
 
     def _command(self, rank: int, command: dict[str, Any]) -> None:
         assert self._store is not None
@@ -389,7 +415,7 @@ class GroupSenders:
                 self._command(rank, {})
 
     def follow(self, memory: Callable[[int, int, int], Bytes]) -> None:
-        """Send what rank 0 asks for, on other threads, until the store ends. ``memory`` returns the bytes of a place."""
+        """Send what rank 0 asks for, on other threads, until the store ends. ``memory`` returns the bytes of a ``Place``."""
         threading.Thread(target=self._follow, args=(memory,), name="weight senders", daemon=True).start()
 
     def _follow(self, memory: Callable[[int, int, int], Bytes]) -> None:
@@ -406,11 +432,12 @@ class GroupSenders:
                 return
             # Without the memory, the receiver takes another way when this rank does not come.
             with suppress(KeyError):
-                self._send(WeightGroup(*command["group"]), [memory(*place) for place in command["places"]])
+                parts = [memory(*place) for place in command["places"]]
+                self._send(WeightGroup(*command["group"]), parts, command["limited"])
 
-    def _send(self, group: WeightGroup, parts: Sequence[Bytes]) -> bool:
-        """Send on another thread. Return False if there are too many."""
-        if not self._free.acquire(blocking=False):
+    def _send(self, group: WeightGroup, parts: Sequence[Bytes], limited: bool = True) -> bool:
+        """Send on another thread. Return False if there are too many. Those to rank 0 are not ``limited``: its streams are."""
+        if limited and not self._free.acquire(blocking=False):
             log.info(
                 "weights not sent through a process group", rank=self._rank, reason=f"it has {MAX_SENDS} transfers"
             )
@@ -418,11 +445,12 @@ class GroupSenders:
 
         def run() -> None:
             try:
-                send_slices(self.settings, group, self._rank, parts)
+                send_slices(replace(self.settings, backend=group.backend), group, self._rank, parts)
             except Exception as error:  # torch raises several classes. The receiver says what it does then.
                 log.info("weights not sent through a process group", rank=self._rank, reason=first_line(error))
             finally:
-                self._free.release()
+                if limited:
+                    self._free.release()
 
         threading.Thread(target=run, name="weight sender", daemon=True).start()
         return True

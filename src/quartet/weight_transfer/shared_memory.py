@@ -35,6 +35,10 @@ SEALS = SIZE_SEALS | 0x10 if SIZE_SEALS else 0
 """Nobody else can map it for writing, either (F_SEAL_FUTURE_WRITE, which Python does not name)."""
 
 
+Slices = tuple[tuple[int, int, int], ...]
+"""Rank, begin and end of each slice of a tensor, in bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class SharedRegion:
     """Where a process finds a region: descriptor ``fd`` of process ``pid``. ``num_bytes``: size of the region.
@@ -62,13 +66,15 @@ class Memory:
     """Memory of one tensor. When it is garbage, it goes back to its region.
 
     ``data``: uint8 [n]. ``region`` and ``offset``: where another process finds it; None in private memory. ``readers``: streams
-    and processes that read it; nobody writes while there are any.
+    and processes that read it; nobody writes while there are any. ``slices``: the ranks of a trainer that have written it, with
+    begin and end in bytes; empty if one process has.
     """
 
-    __slots__ = ("data", "offset", "readers", "region")
+    __slots__ = ("data", "offset", "readers", "region", "slices")
 
     def __init__(self, data: Bytes, region: Region | None = None, offset: int = 0) -> None:
         self.data, self.region, self.offset, self.readers = data, region, offset, 0
+        self.slices: Slices = ()
 
     def __del__(self) -> None:
         if self.region is not None:
@@ -119,16 +125,16 @@ class Region:
 class Allocator:
     """Memory for tensors: in regions if it is shared, otherwise private."""
 
-    def __init__(self, shares: bool = True, seals: bool = True) -> None:
-        """``seals``: regions are sealed at once. Otherwise the caller seals them."""
-        self._shares, self._seals = shares, seals
+    def __init__(self, shares: bool = True, seals: bool = True, checks: bool = True) -> None:
+        """``seals``: regions are sealed at once. Otherwise the caller seals them. ``checks`` free memory before."""
+        self._shares, self._seals, self._checks = shares, seals, checks
         self.regions: list[Region] = []
 
     def allocate(self, sizes: Sequence[int]) -> list[Memory]:
         """Return memory of these sizes in bytes. Raises OutOfMemory if the machine or container has less free memory."""
         found = [next((each for region in self.regions if (each := region.reuse(size))), None) for size in sizes]
         missing = sum(size for size, memory in zip(sizes, found, strict=True) if memory is None)
-        if missing > (free := free_memory_bytes()):
+        if self._checks and missing > (free := free_memory_bytes()):
             raise OutOfMemory(
                 f"weights: {missing / 1e9:.2f} GB of memory are missing for a version, {free / 1e9:.2f} GB are free; give this "
                 "machine or container more memory (a container's limit includes the memory that it shares)"

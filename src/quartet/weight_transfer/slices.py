@@ -1,13 +1,14 @@
-"""A publication by several ranks: each writes the slices of tensors that it holds into the memory of rank 0's weight source.
+"""A publication by several ranks: each writes the slices of tensors that it holds into memory that its machine's ranks share.
 
-So the weights are in memory once for the whole machine, and no rank receives what another one holds.
+So the weights are in memory once, and no rank receives what another one holds. Each machine has the regions of rank 0's weight
+source, in which only the pages of its own slices take memory.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -20,10 +21,12 @@ import structlog
 from numpy.typing import NDArray
 
 from quartet.errors import OutOfMemory, QuartetError, ServiceFailed, ServiceUnavailable
-from quartet.system.machine import available_cores
+from quartet.system.machine import available_cores, free_memory_bytes
 from quartet.weight_transfer.mapped_regions import map_for_writing
 from quartet.weight_transfer.messages import TensorLayout
-from quartet.weight_transfer.shared_memory import Memory, Region, SharedRegion
+from quartet.weight_transfer.process_group import GroupSenders
+from quartet.weight_transfer.shared_memory import Allocator, Memory, Region, SharedRegion, Slices
+from quartet.weight_transfer.slice_reader import Part, SliceReader
 from quartet.weight_transfer.tensors import BLOCK_BYTES, DIGEST_BYTES, PIECE_BYTES, Bytes, block_digests
 
 log = structlog.get_logger()
@@ -67,14 +70,35 @@ Target = tuple[Bytes, bool] | None
 class SliceWriter:
     """The work of one rank in publications. Use it from the thread on which the ranks exchange data."""
 
-    def __init__(self, ranks: Ranks, num_threads: int | None = None) -> None:
-        """``num_threads`` defaults to the cores."""
+    def __init__(
+        self,
+        ranks: Ranks,
+        num_threads: int | None = None,
+        firsts: Sequence[int] = (),
+        senders: GroupSenders | None = None,
+        host: str = "",
+    ) -> None:
+        """``num_threads`` defaults to the cores. ``firsts``: the first rank on each rank's machine; by default all share one.
+
+        ``senders`` and ``host``: with several machines, how rank 0 reads what the others have, see ``SliceReader``.
+        """
         self.ranks = ranks
+        self._firsts = list(firsts) or [0] * ranks.size
+        self._first = self._firsts[ranks.rank]
+        self.is_spread = any(self._firsts)
+        """The ranks are on several machines."""
+        self.senders, self.reader = senders, SliceReader(self._firsts, senders, host, self.place)
         self._pool = ThreadPoolExecutor(num_threads or available_cores(), thread_name_prefix="weight slices")
         # Regions by number, which none gets again: on the other ranks as they are mapped, and on rank 0.
         self._maps: dict[int, Bytes] = {}
         self._regions: dict[Region, int] = {}
         self._count = 0
+        # On the first rank of another machine, its own regions.
+        self._mirrors: list[Region] = []
+
+    def allocator(self) -> Allocator:
+        """Return an allocator of memory that the ranks write. On several machines, see ``check_memory``."""
+        return Allocator(seals=False, checks=not self.is_spread)
 
     def follow(self, slices: Sequence[TensorSlice]) -> bool:
         """Do what rank 0 asks for in one publication. Return False if it wants whole tensors instead.
@@ -84,17 +108,39 @@ class SliceWriter:
         while True:
             plan = json.loads(self.ranks.broadcast(b""))
             if "error" in plan:
-                self._maps = {}
+                self._maps, self._mirrors = {}, []
                 raise (OutOfMemory if plan["kind"] == "OutOfMemory" else ServiceFailed)(plan["error"])
             if "end" in plan:
                 return bool(plan["end"])
             self.ranks.gather(self._attempt(partial(self._follow, plan, slices)))
 
     def _follow(self, plan: dict[str, Any], slices: Sequence[TensorSlice]) -> bytes:
+        if "memory" in plan:
+            held = sum(part.num_bytes for part in slices), sum(part.layout.num_bytes for part in slices)
+            return json.dumps([*held, free_memory_bytes()]).encode()
+        if "create" in plan:
+            return self._mirror(plan["create"]) if self._first == self.ranks.rank else b""
         if "regions" in plan:
-            self._maps |= {number: map_for_writing(SharedRegion(*each)) for number, *each in plan["regions"]}
+            if self._first != self.ranks.rank:
+                regions = plan["regions"][str(self._first)]
+                self._maps |= {number: map_for_writing(SharedRegion(*each)) for number, *each in regions}
             return b""
+        if "blocks" in plan:
+            places = plan["blocks"].get(str(self.ranks.rank), ())
+            return b"".join(self._pool.map(block_digests, [self.memory(*place) for place in places]))
+        for region in self._mirrors:
+            if not region.is_sealed:
+                region.seal()
         return self._write(slices, [self._target(*each) for each in zip(plan["places"], slices, strict=True)])
+
+    def _mirror(self, wanted: Sequence[tuple[int, int]]) -> bytes:
+        """Make regions of these numbers and sizes in bytes. Return how the other ranks of this machine map them."""
+        made = []
+        for number, size in wanted:
+            self._mirrors.append(region := Region(size, seals=False))
+            self._maps[number] = region.data
+            made.append((number, os.getpid(), region.fd, size))
+        return json.dumps(made).encode()
 
     def _target(self, place: list[int] | None, part: TensorSlice) -> Target:
         if place is None:
@@ -121,13 +167,72 @@ class SliceWriter:
         self.ranks.broadcast(json.dumps({"places": places}).encode())
         own = [None if target is None else (target[0].data, target[1]) for target in targets]
         reports = self.ranks.gather(self._attempt(lambda: self._write(slices, own)))
-        return _merged(_checked(reports), [each.layout for each in slices], own)
+        result, missing = _merged(_checked(reports), [each.layout for each in slices], own)
+        for report, target in zip(result, targets, strict=True):
+            if target is not None and target[1]:
+                target[0].slices = report.slices
+        self._hash_joints(result, missing, targets)
+        return result
+
+    def _hash_joints(
+        self,
+        reports: Sequence[Report],
+        missing: Sequence[tuple[int, int, int]],
+        targets: Sequence[tuple[Memory, bool] | None],
+    ) -> None:
+        """Hash the blocks that several ranks share: on their machine, or here if they have parts on several.
+
+        ``missing``: index of the tensor, and begin and end of the block.
+        """
+        here, elsewhere = list[tuple[int, Part]](), defaultdict[int, list[tuple[int, Part]]](list)
+        for tensor, begin, end in missing:
+            target = targets[tensor]
+            assert target is not None
+            part = Part(target[0], begin, end)
+            machines = {first for first, *_ in self.reader.machines(part)}
+            (elsewhere[machines.pop()] if len(machines) == 1 and 0 not in machines else here).append((tensor, part))
+        if elsewhere:
+            places = {
+                rank: [(*self.place(part.memory, part.begin), part.end - part.begin) for _, part in parts]
+                for rank, parts in elsewhere.items()
+            }
+            self.ranks.broadcast(json.dumps({"blocks": places}).encode())
+            found = _checked(self.ranks.gather(self._attempt(bytes)))
+            for rank, parts in elsewhere.items():
+                for index, (tensor, part) in enumerate(parts):
+                    reports[tensor].put(part.begin, found[rank][1 + index * DIGEST_BYTES :][:DIGEST_BYTES])
+        for (tensor, part), data in zip(here, self.reader.read(part for _, part in here), strict=True):
+            reports[tensor].put(part.begin, block_digests(data))
+
+    def check_memory(self, num_bytes: int) -> None:
+        """Raise OutOfMemory if a machine of several has less free memory than its share of new tensors of so many bytes."""
+        if not self.is_spread:
+            return
+        self.ranks.broadcast(json.dumps({"memory": num_bytes}).encode())
+        own = json.dumps([0, 0, free_memory_bytes()]).encode()
+        reports = [json.loads(each[1:]) for each in _checked(self.ranks.gather(self._attempt(lambda: own)))]
+        whole = max(total for _, total, _ in reports)
+        # The slices are whole tensors, so rank 0 has the rest.
+        reports[0][0] = whole - sum(held for held, *_ in reports)
+        for first in dict.fromkeys(self._firsts):
+            held = sum(report[0] for report, other in zip(reports, self._firsts, strict=True) if other == first)
+            needed, free = num_bytes * held / max(1, whole), reports[first][2]
+            if needed > free:
+                raise OutOfMemory(
+                    f"weights: {needed / 1e9:.2f} GB of memory are missing for a version on the machine of rank {first}, "
+                    f"{free / 1e9:.2f} GB are free; give that machine or container more memory"
+                )
 
     def _share(self, regions: Sequence[Region]) -> None:
         """Let the other ranks map regions, then seal them."""
         numbers = {region: self._count + index for index, region in enumerate(regions)}
         self._count += len(numbers)
-        plan = [(number, os.getpid(), region.fd, len(region.data)) for region, number in numbers.items()]
+        plan = {0: [(number, os.getpid(), region.fd, len(region.data)) for region, number in numbers.items()]}
+        if self.is_spread:
+            wanted = [(number, len(region.data)) for region, number in numbers.items()]
+            self.ranks.broadcast(json.dumps({"create": wanted}).encode())
+            made = _checked(self.ranks.gather(self._attempt(bytes)))
+            plan |= {rank: json.loads(each[1:]) for rank, each in enumerate(made) if len(each) > 1}
         self.ranks.broadcast(json.dumps({"regions": plan}).encode())
         _checked(self.ranks.gather(self._attempt(bytes)))
         for region in regions:
@@ -141,8 +246,8 @@ class SliceWriter:
         """
         return self._maps[region][offset : offset + num_bytes]
 
-    def place(self, memory: Memory) -> tuple[int, int]:
-        """Return the region and offset by which the other ranks find memory. Rank 0 calls it, on any thread.
+    def place(self, memory: Memory, begin: int) -> tuple[int, int]:
+        """Return the region and offset by which the other ranks find byte ``begin`` of memory. Rank 0 calls it, on any thread.
 
         Raises ServiceUnavailable for memory of a region that is not used any more.
         """
@@ -151,7 +256,7 @@ class SliceWriter:
             raise ServiceUnavailable(
                 "weights: a publication has failed, the ranks do not have the versions before it any more"
             )
-        return number, memory.offset
+        return number, memory.offset + begin
 
     def end(self, sliced: bool = True, error: Exception | None = None) -> None:
         """End a publication on all ranks, with an error if there is one. Rank 0 calls it.
@@ -168,7 +273,7 @@ class SliceWriter:
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._maps, self._regions = {}, {}
+        self._maps, self._regions, self._mirrors = {}, {}, []
 
     @staticmethod
     def _attempt(work: Callable[[], bytes]) -> bytes:
@@ -221,7 +326,7 @@ class _Task:
         self._part, self._target = part, target
         self._differs = False
         end, total = part.begin + part.num_bytes, part.layout.num_bytes
-        # The blocks that lie in the slice. Rank 0 hashes those that several ranks share.
+        # The blocks that lie in the slice. Others are hashed when all ranks have written, see ``_hash_joints``.
         self._first = -(-part.begin // BLOCK_BYTES)
         self._last = max(self._first, -(-end // BLOCK_BYTES) if end == total else end // BLOCK_BYTES)
         if target is None or not target[1] or not part.num_bytes:
@@ -272,13 +377,17 @@ class _Task:
 class Report:
     """What the ranks did for one tensor.
 
-    ``differs``: whether it differs from the memory. ``ranges``: rank, begin and end of each slice. ``blocks``: the digests of its
-    blocks, if it was written.
+    ``differs``: whether it differs from the memory. ``blocks``: the digests of its blocks, if it was written.
     """
 
     differs: bool
-    ranges: tuple[tuple[int, int, int], ...]
-    blocks: bytes = b""
+    slices: Slices
+    blocks: bytearray
+
+    def put(self, begin: int, digest: bytes) -> None:
+        """Set the digest of the block that begins at this byte."""
+        at = begin // BLOCK_BYTES * DIGEST_BYTES
+        self.blocks[at : at + DIGEST_BYTES] = digest
 
 
 def _text(error: Exception) -> str:
@@ -297,14 +406,18 @@ def _checked(reports: Sequence[bytes]) -> Sequence[bytes]:
     return reports
 
 
-def _merged(reports: Sequence[bytes], layouts: Sequence[TensorLayout], targets: Sequence[Target]) -> list[Report]:
+def _merged(
+    reports: Sequence[bytes], layouts: Sequence[TensorLayout], targets: Sequence[Target]
+) -> tuple[list[Report], list[tuple[int, int, int]]]:
+    """Return what the ranks did for each tensor, and the blocks without a digest: index of the tensor, begin and end."""
     numbers: list[NDArray[np.int64]] = []
     digests: list[memoryview] = []
     for report in reports:
         size = 8 * _REPORT * len(layouts)
         numbers.append(np.frombuffer(report, "<i8", size // 8, offset=1).reshape(-1, _REPORT))
         digests.append(memoryview(report)[1 + size :])
-    result = []
+    result: list[Report] = []
+    joints = []
     at = [0] * len(reports)
     for index, (layout, target) in enumerate(zip(layouts, targets, strict=True)):
         rows = [each[index] for each in numbers]
@@ -316,8 +429,7 @@ def _merged(reports: Sequence[bytes], layouts: Sequence[TensorLayout], targets: 
         if done != layout.num_bytes:
             raise ServiceFailed(f"weights: {layout.name}: the ranks have other slices than the whole tensor")
         ranges = tuple((rank, int(row[0]), int(row[1])) for rank, row in enumerate(rows) if row[0] != row[1])
-        own = Report(any(row[2] for row in rows), ranges)
-        result.append(own)
+        result.append(Report(any(row[2] for row in rows), ranges, bytearray()))
         if target is None or not target[1]:
             continue
         blocks = bytearray(-(-layout.num_bytes // BLOCK_BYTES) * DIGEST_BYTES)
@@ -328,8 +440,7 @@ def _merged(reports: Sequence[bytes], layouts: Sequence[TensorLayout], targets: 
             blocks[first * DIGEST_BYTES : last * DIGEST_BYTES] = digests[rank][at[rank] : at[rank] + count]
             at[rank] += count
             missing[first:last] = False
-        for block in np.flatnonzero(missing).tolist():
-            data = target[0][block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-            blocks[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES] = block_digests(data)
-        own.blocks = bytes(blocks)
-    return result
+        result[-1].blocks = blocks
+        starts = (BLOCK_BYTES * np.flatnonzero(missing)).tolist()
+        joints += [(index, begin, min(begin + BLOCK_BYTES, layout.num_bytes)) for begin in starts]
+    return result, joints

@@ -13,23 +13,22 @@ from pathlib import Path
 import numpy as np
 
 from quartet.contract.weights import PublishedWeights
-from quartet.errors import InvalidRequest
+from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.system.machine import available_cores
 from quartet.weight_transfer.delta import encode
 from quartet.weight_transfer.messages import (
-    CHUNK_BYTES,
     Chunk,
     Encoding,
     Manifest,
     Message,
-    RankSlices,
     TensorLayout,
     WeightGroup,
     WeightsRequest,
     grouped,
 )
 from quartet.weight_transfer.process_group import GroupSenders
-from quartet.weight_transfer.shared_memory import Allocator, Memory
+from quartet.weight_transfer.shared_memory import Memory
+from quartet.weight_transfer.slice_reader import SliceReader, chunks_of, made_ahead, rank_slices
 from quartet.weight_transfer.slices import SliceWriter, TensorSlice
 from quartet.weight_transfer.store import Messages, Version, WeightStore, version_of
 from quartet.weight_transfer.tensors import (
@@ -43,8 +42,12 @@ from quartet.weight_transfer.tensors import (
 )
 
 _Window = list[tuple[str, HostTensor]]
+_ChunkPair = tuple[int, TensorLayout, int, Bytes, Bytes]
+"""Index and layout of a tensor, index of a chunk, and its bytes before and after."""
 WINDOW_BYTES = 2**30
 """Bytes of tensors that are hashed and copied together, so that several threads have work."""
+ENCODED_CHUNKS = 512
+"""Chunks of a delta that are encoded together, for the same reason."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,17 +86,17 @@ class WeightSource(WeightStore):
     ) -> None:
         """``capacity``: versions in the window, one less during a publication. At least 2. See ``WeightStore`` for the rest.
 
-        ``writer``: that of rank 0, if several ranks write the tensors, see ``publish_slices``. ``senders``: that of rank 0, if
-        they also send through process groups.
+        ``writer``: that of rank 0, if several ranks write the tensors, see ``publish_slices``. If they are on several machines,
+        none has all of the memory, so it is not shared. ``senders``: those of rank 0, if the ranks also send to receivers.
         """
         if capacity < 2:
             raise InvalidRequest(f"capacity {capacity}: expected at least 2")
+        shares = shares and not (writer is not None and writer.is_spread)
         super().__init__("this weight source", capacity, num_threads, shares, directory)
         self._slice_writer, self._senders = writer, senders
-        # Rank, begin and end of each slice by the name of its tensor. Empty if rank 0 has all.
-        self._slices: dict[str, tuple[tuple[int, int, int], ...]] = {}
+        self._reader = SliceReader() if writer is None else writer.reader
         if writer is not None:
-            self._allocator = Allocator(seals=False)
+            self._allocator = writer.allocator()
         self.last: PublishedWeights | None = None
         """The last publication; None before the first."""
         # The memory of the tensors of each version; that of the newest one is also _memories.
@@ -123,8 +126,7 @@ class WeightSource(WeightStore):
         tensor whose bytes do not fit its shape, OutOfMemory if there is no memory for a copy. After an error, the source has no
         versions.
         """
-        self._slices = {}
-        windows = _ahead(_windows(tensors, WINDOW_BYTES // 4)) if ahead else _windows(tensors, WINDOW_BYTES)
+        windows = made_ahead(_windows(tensors, WINDOW_BYTES // 4)) if ahead else _windows(tensors, WINDOW_BYTES)
         return self._publish(version, lambda before: self._take(windows, before), adapter, run)
 
     def publish_slices(
@@ -132,17 +134,18 @@ class WeightSource(WeightStore):
     ) -> bool:
         """Publish a version whose slices all ranks write. The others call ``SliceWriter.follow`` with theirs.
 
-        Return False if the memory cannot be shared between the ranks: then nothing is published. See ``publish`` for the rest.
+        Return False if the memory cannot be shared between the ranks: then nothing is published. Raises ServiceFailed instead if
+        they are on several machines. See ``publish`` for the rest.
         """
         writer = self._slice_writer
         assert writer is not None
         try:
             self._publish(version, lambda before: self._take_slices(slices, writer, before), adapter, run)
-        except _NotSliced:
-            writer.end(sliced=False)
-            return False
         except Exception as error:
-            self._allocator = Allocator(seals=False)
+            if isinstance(error, _NotSliced) and not writer.is_spread:
+                writer.end(sliced=False)
+                return False
+            self._allocator = writer.allocator()
             writer.end(error=error)
             raise
         writer.end()
@@ -212,8 +215,9 @@ class WeightSource(WeightStore):
         with self._state:
             self._places, self._spares, self._deltas = [], {}, {}
         self._encoders.shutdown(wait=False, cancel_futures=True)
-        if self._senders is not None:
-            self._senders.close()
+        senders = self._senders if self._slice_writer is None else self._slice_writer.senders
+        if senders is not None:
+            senders.close()
         super().close()
 
     @contextmanager
@@ -279,10 +283,11 @@ class WeightSource(WeightStore):
                 yield from grouped(chunks)
                 return
         yield manifest
+        read = self._reader.read_tensors(manifest.layouts, range(len(manifest.layouts)), memories)
         yield from grouped(
-            Chunk(tensor, index, Encoding.RAW, memory.data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES].data)
-            for tensor, (layout, memory) in enumerate(zip(manifest.layouts, memories, strict=True))
-            for index in range(layout.num_chunks)
+            Chunk(tensor, index, Encoding.RAW, data.data)
+            for tensor, first, (part,) in read
+            for index, data in chunks_of(part, first)
         )
 
     def _send_slices(
@@ -294,34 +299,17 @@ class WeightSource(WeightStore):
         cancelled: Callable[[], bool],
     ) -> Iterator[Message]:
         """Let each rank send what it has written. Yield the manifest, and wait until the caller has ended the stream."""
-        slices = [
-            (rank, index, begin, end)
-            for index, layout in enumerate(manifest.layouts)
-            for rank, begin, end in self._slices.get(layout.name, ((0, 0, layout.num_bytes),))
-            if begin < end
-        ]
-        ranks = []
-        own: list[Bytes] = []
-        others: list[list[tuple[int, int, int]]] = []
-        for each in range(1 + max((rank for rank, *_ in slices), default=0)):
-            mine = [(index, begin, end) for rank, index, begin, end in slices if rank == each]
-            columns = (
-                zip(*((index, begin, end - begin) for index, begin, end in mine), strict=True) if mine else ((),) * 3
-            )
-            ranks.append(RankSlices(*map(tuple, columns)))
-            if not each:
-                own = [memories[index].data[begin:end] for index, begin, end in mine]
-                continue
+        first, *rest = ranks = rank_slices(memories)
+        own = [memories[tensor].data[begin : begin + size] for tensor, begin, size in first.rows()]
+        others = []
+        for each in rest:
             assert self._slice_writer is not None
-            places = []
-            for index, begin, end in mine:
-                region, offset = self._slice_writer.place(memories[index])
-                places.append((region, offset + begin, end - begin))
-            others.append(places)
+            place = self._slice_writer.place
+            others.append([(*place(memories[tensor], begin), size) for tensor, begin, size in each.rows()])
         if not senders.start(group, own, others):
             yield from self._send(manifest, memories, None)
             return
-        yield replace(manifest, data_bytes=0, ranks=tuple(ranks))
+        yield replace(manifest, data_bytes=0, ranks=ranks)
         with self._state:
             while not cancelled() and not self._closed:
                 self._state.wait()
@@ -338,19 +326,25 @@ class WeightSource(WeightStore):
         with self._encoding:
             chunks = self._deltas.get(pair)
             if chunks is None:
-                parts = [
-                    (tensor, layouts[tensor], index, memories_before[tensor], memories[tensor])
-                    for tensor, (old, new) in enumerate(zip(before.digests, manifest.digests, strict=True))
-                    if old != new
-                    for index in range(layouts[tensor].num_chunks)
-                ]
-                chunks = [
-                    chunk for chunk in self._in_parallel(_encode_chunk, parts, self._encoders) if chunk is not None
-                ]
+                digests = zip(before.digests, manifest.digests, strict=True)
+                changed = [tensor for tensor, (old, new) in enumerate(digests) if old != new]
+                chunks, window = list[Chunk](), list[_ChunkPair]()
+                read = self._reader.read_tensors(layouts, changed, memories_before, memories)
+                for tensor, first, parts in read:
+                    for (index, old), (_, new) in zip(*(chunks_of(part, first) for part in parts), strict=True):
+                        window.append((tensor, layouts[tensor], index, old, new))
+                    if len(window) >= ENCODED_CHUNKS:
+                        chunks += self._encoded(window)
+                        window = []
+                chunks += self._encoded(window)
                 with self._state:
                     if pair <= {version.digest for version in self._versions}:
                         self._deltas[pair] = chunks
         return chunks
+
+    def _encoded(self, pairs: list[_ChunkPair]) -> list[Chunk]:
+        encoded = self._in_parallel(_encode_chunk, pairs, self._encoders)
+        return [chunk for chunk in encoded if chunk is not None]
 
     def _take(self, windows: Iterable[_Window], before: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
         """Copy the tensors that differ from those ``before``, and return all."""
@@ -369,6 +363,9 @@ class WeightSource(WeightStore):
             self._place([target for target, _ in taken if target.memory is None and target.is_changed])
             copied = [each for each in taken if each[0].memory is not None]
             self._hash(copied)
+            for target, _ in copied:
+                if target.memory is not None:
+                    target.memory.slices = ()
             for target, _ in taken:
                 if not target.is_changed and target.before is not None:
                     target.memory = target.before.memory
@@ -397,21 +394,21 @@ class WeightSource(WeightStore):
             for tensor in tensors
         ]
         if any(target is None or target[0].region is None for target in targets):
-            raise _NotSliced
+            raise _NotSliced("weights: rank 0 has no memory that the ranks can share")
         changed = []
-        ranges = {}
         for tensor, report in zip(tensors, writer.lead(slices, targets), strict=True):
-            ranges[tensor.layout.name] = report.ranges
             if tensor.memory is not None:
                 tensor.digest = joined_digest(tensor.layout.dtype, tensor.layout.shape, report.blocks)
-            elif report.differs:
-                changed.append(tensor)
-            elif tensor.before is not None:
-                tensor.digest = tensor.before.digest
+            elif tensor.before is not None and tensor.before.memory is not None:
+                # Compared with other slices, some may have been those of a version before it.
+                if report.differs or report.slices != tensor.before.memory.slices:
+                    changed.append(tensor)
+                else:
+                    tensor.digest = tensor.before.digest
         if changed:
             self._place(changed)
             if any(tensor.memory is None or tensor.memory.region is None for tensor in changed):
-                raise _NotSliced
+                raise _NotSliced("weights: rank 0 has no memory that the ranks can share")
             written = frozenset(changed)
             again = [
                 (tensor.memory, True) if tensor in written and tensor.memory is not None else None for tensor in tensors
@@ -422,7 +419,6 @@ class WeightSource(WeightStore):
         for tensor in tensors:
             if not tensor.is_changed and tensor.before is not None:
                 tensor.memory = tensor.before.memory
-        self._slices = ranges
         return {tensor.layout.name: tensor for tensor in tensors}
 
     def _place(self, tensors: Sequence[_Tensor]) -> None:
@@ -434,6 +430,8 @@ class WeightSource(WeightStore):
             for tensor in tensors:
                 tensor.memory = self._spare(tensor.layout)
         missing = [tensor for tensor in tensors if tensor.memory is None]
+        if missing and self._slice_writer is not None:
+            self._slice_writer.check_memory(sum(tensor.layout.num_bytes for tensor in missing))
         memories = self._allocator.allocate([tensor.layout.num_bytes for tensor in missing])
         for tensor, memory in zip(missing, memories, strict=True):
             tensor.memory = memory
@@ -451,7 +449,7 @@ class WeightSource(WeightStore):
             return spare if spare is not None and not spare.readers and len(spare.data) == layout.num_bytes else None
 
 
-class _NotSliced(Exception):
+class _NotSliced(ServiceFailed):
     """The memory of a publication cannot be shared between the ranks."""
 
 
@@ -463,15 +461,6 @@ def _checked_layout(name: str, tensor: HostTensor) -> TensorLayout:
             f"got {tensor.data.dtype} {list(tensor.data.shape)}"
         )
     return layout
-
-
-def _ahead(windows: Iterator[_Window]) -> Iterator[_Window]:
-    """Yield windows. The next one is made on another thread while the caller works on one."""
-    with ThreadPoolExecutor(1, thread_name_prefix="weights ahead") as pool:
-        following = pool.submit(next, windows, None)
-        while (window := following.result()) is not None:
-            following = pool.submit(next, windows, None)
-            yield window
 
 
 def _windows(tensors: Iterable[tuple[str, HostTensor]], window_bytes: int) -> Iterator[_Window]:
@@ -489,10 +478,8 @@ def _windows(tensors: Iterable[tuple[str, HostTensor]], window_bytes: int) -> It
         yield window
 
 
-def _encode_chunk(part: tuple[int, TensorLayout, int, Memory, Memory]) -> Chunk | None:
+def _encode_chunk(pair: _ChunkPair) -> Chunk | None:
     """Return the encoded difference of one chunk; None if there is none."""
-    tensor, layout, index, before, after = part
-    begin = index * CHUNK_BYTES
-    span = slice(begin, begin + layout.chunk_bytes(index))
-    encoded = encode(before.data[span], after.data[span], ITEM_BYTES[layout.dtype])
+    tensor, layout, index, before, after = pair
+    encoded = encode(before, after, ITEM_BYTES[layout.dtype])
     return None if encoded is None else Chunk(tensor, index, *encoded)

@@ -95,7 +95,7 @@ def tensor_digests(tensors: Sequence[tuple[HostTensor, Bytes | None]], in_parall
     return digests
 
 
-def joined_digest(dtype: TensorType, shape: tuple[int, ...], blocks: bytes) -> bytes:
+def joined_digest(dtype: TensorType, shape: tuple[int, ...], blocks: bytes | bytearray) -> bytes:
     """Return the digest of a tensor from the digests of its blocks, one after the other."""
     digest = xxhash.xxh3_128(f"{dtype}{list(shape)}".encode())
     digest.update(blocks)

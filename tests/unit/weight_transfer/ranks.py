@@ -17,6 +17,8 @@ from quartet.weight_transfer.source import WeightSource
 from quartet.weight_transfer.tensors import ITEM_BYTES, AdapterSettings, HostTensor
 from tests.waiting import LIMIT
 
+FETCHES = GroupSettings(timeout=30.0)
+
 
 class ThreadRank:
     """One of several ranks in this process."""
@@ -65,18 +67,38 @@ def random_cuts(seed: int) -> Cut:
 class Trainer:
     """``size`` ranks, of which rank 0 has the source."""
 
-    def __init__(self, size: int, cut: Cut = even, group: GroupSettings | None = None, **settings: Any) -> None:
-        """``group``: the ranks also send through process groups. ``settings`` of the source."""
+    def __init__(
+        self,
+        size: int,
+        cut: Cut = even,
+        group: GroupSettings | None = None,
+        firsts: Sequence[int] = (),
+        fetches: GroupSettings = FETCHES,
+        **settings: Any,
+    ) -> None:
+        """``group``: the ranks also send through process groups. ``firsts``: the first rank on the machine of each rank.
+
+        ``fetches``: how rank 0 reads from other machines. ``settings`` of the source.
+        """
         self.size, self._cut = size, cut
         board, barrier = [b""] * size, threading.Barrier(size)
-        self.writers = [SliceWriter(ThreadRank(rank, size, board, barrier), 2) for rank in range(size)]
         self.senders: list[GroupSenders] = []
-        if group is not None:
+        if group is not None or any(firsts):
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self.senders = [GroupSenders(group, rank, size, self._store.clone()) for rank in range(size)]
-            for writer, senders in zip(self.writers[1:], self.senders[1:], strict=True):
-                senders.follow(writer.memory)
-        first = self.senders[0] if self.senders else None
+            self.senders = [GroupSenders(group or fetches, rank, size, self._store.clone()) for rank in range(size)]
+        self.writers = [
+            SliceWriter(
+                ThreadRank(rank, size, board, barrier),
+                2,
+                firsts,
+                self.senders[rank] if self.senders else None,
+                "127.0.0.1",
+            )
+            for rank in range(size)
+        ]
+        for writer, senders in zip(self.writers[1:], self.senders[1:], strict=False):
+            senders.follow(writer.memory)
+        first = None if group is None else self.senders[0]
         self.source = WeightSource(num_threads=2, writer=self.writers[0], senders=first, **settings)
         self._threads = ThreadPoolExecutor(size)
 
@@ -109,6 +131,8 @@ class Trainer:
 
     def close(self) -> None:
         self.source.close()
+        if self.senders:
+            self.senders[0].close()
         for writer in self.writers:
             writer.close()
         self._threads.shutdown()
