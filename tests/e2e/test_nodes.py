@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,12 +30,13 @@ class Nodes:
         )
         self._agents: list[Command] = []
 
-    def start(self, number: int) -> Command:
-        """Start torchrun on a node."""
+    def start(self, number: int, *before: str) -> Command:
+        """Start torchrun on a node. ``before``: a command that starts it."""
         torchrun = (
             f"--nnodes 2 --node-rank {number} --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {self._store}"
         )
         agent = Command(
+            *before,
             QUARTET.with_name("torchrun"),
             *torchrun.split(),
             *f"--local-addr 127.0.0.{number + 1} --max-restarts 9 --monitor-interval 0.1".split(),
@@ -87,3 +89,51 @@ def test_a_run_continues_after_the_loss_of_a_node_and_ends_bit_identically(
     assert "note: recovering: actor at" in result.out
     assert step_metrics(Run(result, run)) == step_metrics(group_run)
     assert weights(run) == weights(group_run.directory)
+
+
+ISOLATED = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""A command for processes that cannot map memory of others, as on another machine."""
+
+
+@pytest.fixture
+def isolated() -> tuple[str, ...]:
+    for command in (ISOLATED, (*ISOLATED, "--user", "--map-root-user")):
+        if not subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+            return command
+    pytest.skip("this system allows no namespaces")
+
+
+@pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_generators_get_the_policy_of_ranks_on_two_machines(
+    start: Start,
+    config: Path,
+    nodes: Nodes,
+    frozen: Service,
+    group_run: Run,
+    isolated: tuple[str, ...],
+    tmp_path: Path,
+    lost: bool,
+) -> None:
+    nodes.options += settings(
+        "rollout.generators=2",
+        "services.generator.num_threads=1",
+        f"rollout.process_group={'none' if lost else 'gloo'}",
+    )
+    first, second = nodes.start(0), nodes.start(1, *isolated)
+    options = [*frozen.serving("reward", "reference"), *settings("gateway.enabled=false"), *GROUPS[2:]]
+    command = start("train", config, *options, *nodes.options)
+    if lost:
+        command.wait_for(lambda: committed_steps(tmp_path / "runs" / "tiny") >= 2)
+        lose(second)
+        first.wait_for(lambda: re.search(r"rank 1 of 2 \(process \d+\): no sign of life", first.err), 20)
+        nodes.start(1, *isolated)
+    result = command.wait(LIMIT)
+    assert (result.code, result.err, result.leftovers) == (0, "", []), result
+    run = Run(result, tmp_path / "runs" / "tiny")
+    assert step_metrics(run) == step_metrics(group_run)
+    assert weights(run.directory) == weights(group_run.directory)
+    logs = [path.read_text() for path in sorted((run.directory / "logs").glob("generator*.log"))]
+    ways = [set(re.findall("event='weights loaded'.* way='(.*)'", log)) for log in logs]
+    # One generator has the policy from the trainer, and the other maps its copy.
+    assert {"shared memory"} in ways
+    assert set().union(*ways) <= {"shared memory", *(("full", "delta") if lost else ("process group",))}

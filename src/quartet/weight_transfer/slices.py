@@ -20,6 +20,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from quartet.config.section import is_loopback
 from quartet.errors import OutOfMemory, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.system.machine import available_cores, free_memory_bytes
 from quartet.weight_transfer.mapped_regions import map_for_writing
@@ -87,7 +88,8 @@ class SliceWriter:
         self._first = self._firsts[ranks.rank]
         self.is_spread = any(self._firsts)
         """The ranks are on several machines."""
-        self.senders, self.reader = senders, SliceReader(self._firsts, senders, host, self.place)
+        self.senders, self._host = senders, host
+        self.reader = SliceReader(self._firsts, senders, host, self.place)
         self._pool = ThreadPoolExecutor(num_threads or available_cores(), thread_name_prefix="weight slices")
         # Regions by number, which none gets again: on the other ranks as they are mapped, and on rank 0.
         self._maps: dict[int, Bytes] = {}
@@ -95,6 +97,10 @@ class SliceWriter:
         self._count = 0
         # On the first rank of another machine, its own regions.
         self._mirrors: list[Region] = []
+
+    def reaches(self, host: str) -> bool:
+        """Return whether all ranks can connect to ``host``, which rank 0 can: loopback is another host on every machine."""
+        return not self.is_spread or not is_loopback(host) or is_loopback(self._host)
 
     def allocator(self) -> Allocator:
         """Return an allocator of memory that the ranks write. On several machines, see ``check_memory``."""

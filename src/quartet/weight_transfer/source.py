@@ -261,8 +261,13 @@ class WeightSource(WeightStore):
         memories, manifest = self._places[wanted], self._everything_manifest(self._versions[wanted])
         if self._shares(request, memories):
             return self._share(manifest, memories, cancelled), memories
-        senders, group = self._senders, request.group
-        if senders is not None and group is not None and group.backend == senders.settings.backend:
+        senders, group, writer = self._senders, request.group, self._slice_writer
+        if (
+            senders is not None
+            and group is not None
+            and group.backend == senders.settings.backend
+            and (writer is None or writer.reaches(group.host))
+        ):
             return self._send_slices(manifest, memories, senders, group, cancelled), memories
         if (
             request.have_version is not None

@@ -325,6 +325,16 @@ def test_a_receiver_whose_group_fails_gets_the_slices_of_all_machines_over_grpc(
     assert_equal(result.weight_set, tensors)
 
 
+def test_a_receiver_on_loopback_that_other_machines_cannot_reach_gets_chunks(
+    make_trainer: Callable[..., Trainer], make_mirror: Callable[..., WeightMirror], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, tensors = make_trainer([0, 1], group=GROUP), weights()
+    trainer.publish(0, tensors, RUN)
+    monkeypatch.setattr(trainer.writers[0], "_host", "10.0.0.1")
+    result, reasons = logged(lambda: pull(make_mirror(GROUP), trainer.source, 0, tensors))
+    assert (result.way, reasons) == ("full", [])
+
+
 def test_too_many_transfers_of_a_rank_do_not_refuse_what_rank_0_reads(
     make_trainer: Callable[..., Trainer], make_mirror: Callable[..., WeightMirror], monkeypatch: pytest.MonkeyPatch
 ) -> None:
