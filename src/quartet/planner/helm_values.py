@@ -154,7 +154,7 @@ class HostMemory:
         """
         parts = parallel.replicate / nodes
         loading = self.load * (ranks if parallel.tensor > 1 else parts)
-        copies = self.state * min(1.0, parts) + published * self.version
+        copies = (self.state + published * self.version) * min(1.0, parts)
         copies += self.moments * parts if offload else 0.0
         return (self.process * ranks + max(loading, copies)) / HOST_FRACTION
 

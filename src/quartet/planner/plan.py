@@ -215,14 +215,13 @@ def _weights(cluster: Cluster, load: Workload, placed: Placed, work: RoleWork) -
     size = FLOAT32_BYTES * work.trained if work.is_lora else work.parameters * work.dtype_bytes
     shares = cluster.nodes == 1 and load.shares_weights
     way = "shared memory" if shares else "gRPC" if load.process_group == "none" else load.process_group
-    seconds = size / PUBLISH_RATE + size / WEIGHT_RATES["shared memory" if way == "nccl" else way]
-    network = size / (cluster.link(cluster.total) * efficiency_of(cluster.device).link)
-    if any(each.role is Role.ACTOR and each.group.size > cluster.per_node for each in placed.placements):
-        # Ranks on several nodes make each tensor whole on rank 0.
-        seconds += network
+    actor = next(each for each in placed.placements if each.role is Role.ACTOR)
+    # Each node of the first copy of the sharded model publishes what its ranks hold.
+    nodes = max(1.0, actor.group.size / cluster.per_node / actor.parallel.replicate)
+    seconds = size / PUBLISH_RATE / nodes + size / WEIGHT_RATES["shared memory" if way == "nccl" else way]
     if way == "nccl":
         # To a GPU of the generator, and from there to its host.
-        seconds += network
+        seconds += size / (cluster.link(cluster.total) * efficiency_of(cluster.device).link)
     return Seconds(seconds, way)
 
 

@@ -127,7 +127,8 @@ def test_the_pods_of_a_group_divide_the_state_unless_each_has_a_copy() -> None:
     memory = HostMemory(process=1.0, load=10.0, state=70.0, moments=40.0, version=10.0)
     assert memory.pod_bytes(8, 2) * HOST_FRACTION == pytest.approx(8 + 35)
     assert memory.pod_bytes(8, 2, Parallel(2, 8)) * HOST_FRACTION == pytest.approx(8 + 70)
-    assert memory.pod_bytes(8, 2, published=2) * HOST_FRACTION == pytest.approx(8 + 35 + 20)
+    assert memory.pod_bytes(8, 2, published=2) * HOST_FRACTION == pytest.approx(8 + 35 + 10)
+    assert memory.pod_bytes(8, 2, Parallel(2, 8), published=2) * HOST_FRACTION == pytest.approx(8 + 70 + 20)
     assert memory.pod_bytes(8, 2, offload=True) * HOST_FRACTION == pytest.approx(8 + 35 + 20)
     # Each rank of a tensor parallel group reads the whole model.
     assert memory.pod_bytes(8, 2, Parallel(1, 8, 2)) * HOST_FRACTION == pytest.approx(8 + 80)

@@ -390,7 +390,7 @@ def test_the_plans_on_the_page_are_those_of_the_command() -> None:
 
 @pytest.mark.parametrize(
     ("way", "seconds"),
-    [("none", 141.1 / 9.5 + 141.1 / 40 + 141.1 / 1.1), ("nccl", 141.1 / 9.5 + 2 * 141.1 / 40 + 141.1 / 8.9)],
+    [("none", 141.1 / 19 + 141.1 / 1.1), ("nccl", 141.1 / 19 + 141.1 / 40 + 141.1 / 8.9)],
 )
 def test_weights_for_another_node_take_the_way_of_the_config(way: str, seconds: float) -> None:
     settings = (f"rollout.process_group={way}", "services.actor.devices=[0]", "services.generator.devices=[0]")
