@@ -2,8 +2,9 @@
 
 Each rank holds half of bfloat16 weights of the shapes of Qwen2.5-0.5B, as FSDP shards. Each version differs from the one before
 in every element. "gathered": all ranks make every tensor whole, and rank 0 copies it. "slices": each rank writes its shards into
-the memory that the ranks share. Both generators pull at the same time, copy the weights into tensors of torch and compute the
-digest of what they hold. All are processes of one machine; gloo and gRPC use loopback. Peaks are those of the last versions.
+the memory that the ranks share. "machines": the same, but each has memory of its own, as if they were on two machines. Both
+generators pull at the same time, copy the weights into tensors of torch and compute the digest of what they hold. All are
+processes of one machine; gloo and gRPC use loopback. Peaks are those of the last versions.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ CASES = (
     ("gathered", "full"),
     ("slices", "full"),
     ("slices", "process group"),
+    ("machines", "full"),
+    ("machines", "process group"),
 )
 """How the ranks publish, and how the weights reach the generators."""
 WARM_UP = 2
@@ -114,10 +117,11 @@ class Rank:
         self._workers = join_group(rank, RANKS, ("127.0.0.1", port))
         random = torch.Generator().manual_seed(rank)
         self._weights = {name: self._shard(shape, random) for name, shape in shapes().items()}
-        self._writer = SliceWriter(self._workers) if publication == "slices" else None
-        senders = None
-        if self._writer is not None:
+        self._writer, senders = None, None
+        if publication != "gathered":
+            firsts = list(range(RANKS)) if publication == "machines" else ()
             senders = GroupSenders(GROUP, rank, RANKS, store_connection())
+            self._writer = SliceWriter(self._workers, None, firsts, senders, "127.0.0.1")
             if rank:
                 senders.follow(self._writer.memory)
         self._source = None if rank else WeightSource(writer=self._writer, senders=senders)

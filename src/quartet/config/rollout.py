@@ -273,8 +273,7 @@ class RolloutConfig(Section):
     memory. Null: the memory is found in /proc, so they need one namespace of processes."""
     process_group: Literal["none", "gloo", "nccl"] = "none"
     """Send each new policy through process groups of torch: gloo between CPUs, nccl between GPUs of one fabric. Each rank of an
-    actor on one machine sends what it holds; of an actor on several, rank 0 sends everything. Neither encrypts or authenticates.
-    If one fails, and with none, gRPC sends the policy."""
+    actor sends what it holds. Neither encrypts or authenticates. If one fails, and with none, gRPC sends the policy."""
     score_batch_size: Count = 16
     """Number of responses per scoring batch. A batch has the responses of neighbouring prompts, and is scored when all of them
     are finished."""
