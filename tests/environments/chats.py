@@ -36,6 +36,17 @@ DROPS_ALL_THOUGHTS = """{% for message in messages %}<|im_start|>{{ message.role
 {{ message.content.split('</think>')[-1] }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+DROPS_BEFORE_USER = """{% set last = namespace(user=-1) %}{% for message in messages %}{% if message.role == 'user' %}{%
+set last.user = loop.index0 %}{% endif %}{% endfor %}{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.role == 'assistant' and loop.index0 < last.user %}{{ message.content.split('</think>')[-1].lstrip() }}{% else %}{{
+message.content }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""A template that keeps reasoning until the next message of the user, as that of Qwen3."""
+OPENS_THOUGHTS = DROPS_THOUGHTS.replace(
+    "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
+)
+"""A template that opens the reasoning of each turn, and drops that of earlier ones."""
 STRICT = """{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{
 raise_exception('roles') }}{% endif %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -74,11 +75,111 @@ def test_the_observation_closes_a_turn_that_was_cut_off(last: str) -> None:
     assert cut.tolist() == [*ids(tokenizer, "<|im_end|>"), *closed.tolist()]
 
 
-@pytest.mark.parametrize("template", [chats.DROPS_THOUGHTS, chats.DROPS_ALL_THOUGHTS])
-def test_a_template_that_rewrites_earlier_turns_is_refused(template: str) -> None:
-    with pytest.raises(ModelError, match=r"test changes earlier turns .* set environment.chat_template to a file"):
-        ChatObservations(chats.tokenizer(template), "test")
-    assert len(ChatObservations(chats.tokenizer(template), "test", chats.CHATML).first(""))
+DROPPING = [chats.DROPS_THOUGHTS, chats.DROPS_ALL_THOUGHTS, chats.DROPS_BEFORE_USER, chats.OPENS_THOUGHTS]
+END = "<|im_end|>"
+
+
+def served(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """Return the ids that a server computes for the next turn of a chat: all of it, written at once."""
+    return rendered(tokenizer, messages, True)
+
+
+@pytest.mark.parametrize("template", DROPPING)
+def test_a_template_that_changes_earlier_turns_writes_the_whole_chat_again(template: str) -> None:
+    tokenizer = chats.tokenizer(template)
+    encoder = ChatObservations(tokenizer, "test")
+    assert not encoder.keeps_turns
+    opens = "<think>\n" if template is chats.OPENS_THOUGHTS else ""
+    prompt = rendered(tokenizer, [SYSTEM, USER], False)
+    conversation = encoder.begin(np.array(prompt, np.int32))
+    chat, tokens = [SYSTEM, USER], prompt + conversation.first("").observation.tolist()
+    assert tokens == served(tokenizer, chat)
+    for turn in ("One", "Two", "Three"):
+        written = ("" if opens else "<think>\n") + f"on {turn}\n</think>\n\n{turn}"
+        policy = ids(tokenizer, written + END)
+        following = conversation.next(f"Answer to {turn}.", np.array(policy, np.int32))
+        assert following.prompt is not None
+        assert len(following.observation) == 0
+        tokens = following.prompt.tolist()
+        answer = {"role": "user", "content": f"Answer to {turn}."}
+        chat += [{"role": "assistant", "content": opens + written}, answer]
+        assert tokens == served(tokenizer, chat)
+        text = tokenizer.decode(tokens)
+        assert f"on {turn}" not in text
+        assert text.startswith(tokenizer.decode(prompt))
+
+
+def test_turns_that_such_a_template_keeps_continue_the_branch() -> None:
+    tokenizer = chats.tokenizer(chats.DROPS_BEFORE_USER)
+    prompt = rendered(tokenizer, [USER], False)
+    conversation = ChatObservations(tokenizer, "test").begin(np.array(prompt, np.int32))
+    chat, tokens = [USER], prompt + conversation.first("").observation.tolist()
+    for turn in ("One", "Two"):
+        policy = ids(tokenizer, f"<think>\non {turn}\n</think>\n\n{turn}" + END)
+        result = {"role": "tool", "content": f"Result of {turn}."}
+        following = conversation.next([result], np.array(policy, np.int32))
+        assert following.prompt is None
+        tokens += policy + following.observation.tolist()
+        chat += [{"role": "assistant", "content": f"<think>\non {turn}\n</think>\n\n{turn}"}, result]
+        assert tokens == served(tokenizer, chat)
+    last = ids(tokenizer, "<think>\nso\n</think>\n\nDone." + END)
+    following = conversation.next("Thanks.", np.array(last, np.int32))
+    assert following.prompt is not None
+    text = tokenizer.decode(following.prompt)
+    assert "on One" not in text
+    assert text.endswith("Done.<|im_end|>\n<|im_start|>user\nThanks.<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_turn_that_the_template_writes_otherwise_is_never_continued() -> None:
+    tokenizer = chats.tokenizer(chats.DROPS_ALL_THOUGHTS)
+    conversation = ChatObservations(tokenizer, "test").begin(np.array([20], np.int32))
+    conversation.first("Go.")
+    # Without reasoning, the template writes what the policy wrote.
+    kept = conversation.next("x", np.array(ids(tokenizer, "plain" + END), np.int32))
+    assert (kept.prompt, len(kept.observation) > 0) == (None, True)
+    assert conversation.next("x", np.array(ids(tokenizer, "a</think>b" + END), np.int32)).prompt is not None
+
+
+def test_a_turn_that_was_cut_off_is_closed_in_a_branch_that_goes_on() -> None:
+    tokenizer = chats.tokenizer(chats.DROPS_THOUGHTS)
+    conversation = ChatObservations(tokenizer, "test").begin(np.array([20], np.int32))
+    conversation.first("Go.")
+    following = conversation.next("x", np.array(ids(tokenizer, "cut"), np.int32))
+    assert tokenizer.decode(following.observation).startswith("<|im_end|>\n<|im_start|>user\nx")
+
+
+def test_a_conversation_continues_from_its_state() -> None:
+    tokenizer = chats.tokenizer(chats.DROPS_THOUGHTS)
+    encoder = ChatObservations(tokenizer, "test")
+    prompt = np.array(rendered(tokenizer, [USER], False), np.int32)
+    turns = [np.array(ids(tokenizer, f"<think>\n{n}\n</think>\n\n{n}" + END), np.int32) for n in ("a", "b")]
+    whole = encoder.begin(prompt)
+    whole.first("First.")
+    whole.next("Second.", turns[0])
+    other = encoder.begin(prompt, json.loads(json.dumps(whole.state)))
+    one, two = (conversation.next("Third.", turns[1]).prompt for conversation in (whole, other))
+    assert one is not None
+    assert two is not None
+    assert one.tolist() == two.tolist()
+    assert ChatObservations(chats.tokenizer(chats.CHATML), "test").begin(prompt).state is None
+
+
+def test_a_chat_that_such_a_template_refuses_is_unusable() -> None:
+    refuses = chats.DROPS_THOUGHTS.replace(
+        "{% for", "{% if messages | length > 2 %}{{ raise_exception('no') }}{% endif %}{% for", 1
+    )
+    tokenizer = chats.tokenizer(refuses.replace("> 2", "> 3"))
+    conversation = ChatObservations(tokenizer, "test").begin(np.array([20], np.int32))
+    conversation.first("Go.")
+    with pytest.raises(UnusableObservation, match="refuses messages of roles user"):
+        conversation.next("x", np.array(ids(tokenizer, "a" + END), np.int32))
+
+
+def test_a_template_that_does_not_write_turns_is_refused() -> None:
+    silent = "{% for message in messages %}{{ message.role }}{% endfor %}"
+    with pytest.raises(ModelError, match="does not write a turn of the assistant once"):
+        ChatObservations(chats.tokenizer(silent), "test")
+    assert ChatObservations(chats.tokenizer(chats.DROPS_THOUGHTS), "test", chats.CHATML).keeps_turns
 
 
 SWITCH = chats.CHATML.replace(

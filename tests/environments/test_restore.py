@@ -12,6 +12,7 @@ from quartet.environments.environment import Environment
 from quartet.environments.examples import GuessingGame, WordPuzzle
 from quartet.environments.tools import ToolEnvironment
 from quartet.errors import ConfigError, InvalidRequest
+from tests.environments import chats
 from tests.environments.conftest import Host
 from tests.environments.test_host import PROMPT, events, ids, text
 from tests.environments.test_tools import call
@@ -31,6 +32,44 @@ def test_a_restored_session_continues_without_a_repeated_turn(host: Host, folder
         assert text(again) == text(replies[number])
         assert (again.reward, again.done, again.state) == _rest(replies[number])
     assert events(folder)[before:] == ["restore", *["step"] * (4 - turns)]
+
+
+def test_a_restored_session_remembers_the_chat_that_a_template_rewrites(host: Host, tmp_path: Path) -> None:
+    template = tmp_path / "drops.jinja"
+    template.write_text(chats.DROPS_THOUGHTS)
+    settings = {"arguments": {"turns": 4}, "observations": "chat", "chat_template": template}
+    played, other = host("Saved", **settings), host("Saved", **settings)
+    replies = [played.reset("s", 5, '{"word": "cat"}', PROMPT)]
+    turns = [ids(f"<think>{number}</think>t{number}<|im_end|>") for number in range(1, 5)]
+    replies += [played.step("s", number, turn) for number, turn in enumerate(turns, 1)]
+    assert [reply.prompt is None for reply in replies] == [True, False, False, False, True]
+    assert replies[2].prompt is not None
+    written = chats.tokenizer().decode(replies[2].prompt)
+    # The observations of this environment quote the turns with their reasoning.
+    assert all(f"<|im_start|>assistant\nt{number}<|im_end|>" in written for number in (1, 2))
+    assert replies[2].prompt[: len(PROMPT)].tolist() == PROMPT.tolist()
+    other.restore("s", 5, '{"word": "cat"}', PROMPT, 2, replies[2].state)
+    for number in (3, 4):
+        again = other.step("s", number, turns[number - 1])
+        assert again.same_answer(replies[number])
+        assert again.state == replies[number].state
+    for damaged in (
+        '{"environment": {}, "chat": 1}',
+        '{"environment": {}, "chat": [1]}',
+        '{"environment": {}, "chat": [{}]}',
+    ):
+        with pytest.raises(InvalidRequest, match="state: expected that of a reply of this service"):
+            other.restore("t", 5, "", PROMPT, 2, damaged)
+
+
+def test_a_chat_that_is_too_long_for_a_state_has_none(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "drops.jinja"
+    template.write_text(chats.DROPS_THOUGHTS)
+    played = host("Saved", observations="chat", chat_template=template)
+    monkeypatch.setattr("quartet.environments.host.MAX_STATE_CHARACTERS", 40)
+    assert played.reset("s", 5, "", PROMPT).state == ""
 
 
 def _rest(reply: EnvironmentReply) -> tuple[float, bool, str]:

@@ -21,13 +21,20 @@ from typing import Any
 import numpy as np
 import structlog
 
+from quartet.codec.environment import MAX_STATE_CHARACTERS
 from quartet.config.environment import EnvironmentConfig
 from quartet.contract.arrays import IntArray
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import EnvironmentReply, Outcome
 from quartet.data.chat_template import NO_INPUTS, TemplateInputs
 from quartet.environments.host_child import Answer
-from quartet.environments.observations import ObservationEncoder, ObservationEncoders, TurnDecoder, UnusableObservation
+from quartet.environments.observations import (
+    Continuation,
+    Conversation,
+    ObservationEncoders,
+    TurnDecoder,
+    UnusableObservation,
+)
 from quartet.errors import ConfigError, FunctionFailed, InvalidRequest, ServiceBusy, SessionLost
 from quartet.models.weights.tokenizer import load_tokenizer, tokenizer_fingerprint
 from quartet.rewards.reward_source import parse_fields
@@ -40,6 +47,8 @@ HOSTING = "quartet.environments.host_child:call"
 """Function that a worker process calls."""
 MAX_CALLS = 48
 """Maximum calls at once, so that health and status always find a free thread."""
+NOTHING: IntArray = np.zeros(0, np.int32)
+"""No observation."""
 CLOSE_TIMEOUT = 10.0
 """Time limit of a call that closes an environment, in seconds. The worker interrupts the close method much earlier, if it can."""
 
@@ -97,9 +106,9 @@ class EnvironmentHost:
                 answer = self._ask(session, own, "reset", arguments)
                 own.request, own.turn = request, 0
 
-                def encode(observation: Any) -> IntArray:
-                    own.encoder = self._encoders.of_prompt(values)
-                    return own.encoder.first(observation)
+                def encode(observation: Any) -> Continuation:
+                    own.conversation = self._encoders.of_prompt(values).begin(token_ids)
+                    return own.conversation.first(observation)
 
                 return self._answered(session, own, answer, encode)
 
@@ -122,17 +131,16 @@ class EnvironmentHost:
                     expected = "no further turn, because the episode is over" if own.ended else f"turn {own.turn + 1}"
                     raise InvalidRequest(f"session {session}: got turn {turn}, expected {expected}, or the last call")
                 failpoint("environment.stepping")
-                text, last_id = self._decoder.text(token_ids), int(token_ids[-1])
-                answer = self._ask(session, own, "step", {"text": text})
+                answer = self._ask(session, own, "step", {"text": self._decoder.text(token_ids)})
                 if answer.get("unknown"):
                     self._forget(session, own)
                     raise SessionLost(f"session {session}: lost, because its worker process was replaced")
                 failpoint("environment.stepped")
                 own.request, own.turn = request, turn
 
-                def encode(observation: Any) -> IntArray:
-                    encoder = own.encoder or self._encoders.of_prompt({})
-                    return encoder.next(observation, last_id)
+                def encode(observation: Any) -> Continuation:
+                    assert own.conversation is not None, "only an episode that has begun has a next turn"
+                    return own.conversation.next(observation, token_ids)
 
                 return self._answered(session, own, answer, encode)
 
@@ -144,7 +152,7 @@ class EnvironmentHost:
         Raises InvalidRequest, ServiceBusy.
         """
         (values,) = parse_fields([fields] if fields else (), 1)
-        snapshot = _snapshot_of(state)
+        snapshot, chat = _parts_of(state)
         with self._call("restore"):
             own = self._open(session)
             with own.lock:
@@ -153,9 +161,9 @@ class EnvironmentHost:
                 answer = self._ask(session, own, "restore", {**arguments, "snapshot": snapshot})
                 own.request, own.turn = (), turn
 
-                def encode(observation: Any) -> IntArray:
-                    own.encoder = self._encoders.of_prompt(values)
-                    return np.zeros(0, np.int32)
+                def encode(observation: Any) -> Continuation:
+                    own.conversation = self._encoders.of_prompt(values).begin(token_ids, chat)
+                    return Continuation(NOTHING)
 
                 return self._answered(session, own, answer, encode)
 
@@ -268,28 +276,27 @@ class EnvironmentHost:
             raise
 
     def _answered(
-        self, session: str, own: _Session, answer: Answer, encode: Callable[[Any], IntArray]
+        self, session: str, own: _Session, answer: Answer, encode: Callable[[Any], Continuation]
     ) -> EnvironmentReply:
         """Convert an answer and remember it as the session's last."""
-        reply = self._reply(answer, encode)
+        reply = self._reply(own, answer, encode)
         if reply.outcome is not Outcome.OK:
             log.warning("environment failed", session=session, outcome=reply.outcome, detail=reply.detail)
         own.reply, own.used, own.ended = reply, self._clock(), reply.done
         return reply
 
-    def _reply(self, answer: Answer, encode: Callable[[Any], IntArray]) -> EnvironmentReply:
+    def _reply(self, own: _Session, answer: Answer, encode: Callable[[Any], Continuation]) -> EnvironmentReply:
         if "outcome" in answer:
             return EnvironmentReply.failed(Outcome(answer["outcome"]), f"{self._class}: {answer['detail']}")
         try:
             # Nothing follows the last turn, so an observation would not be read.
-            ids = np.zeros(0, np.int32) if answer["done"] else encode(answer["observation"])
+            following = Continuation(NOTHING) if answer["done"] else encode(answer["observation"])
         except UnusableObservation as error:
             return EnvironmentReply.failed(Outcome.ENVIRONMENT_ERROR, f"{self._class}: {error}")
         reward = float(np.float32(answer["reward"]))
         assert math.isfinite(reward), "the worker checks rewards"
-        # Wrapped, so that the service can add to what the environment needs.
-        state = f'{{"environment": {answer["snapshot"]}}}' if answer["snapshot"] else ""
-        return EnvironmentReply(ids, reward, answer["done"], state=state)
+        state = _state_of(answer["snapshot"], own.conversation.state if own.conversation else None)
+        return EnvironmentReply(following.observation, reward, answer["done"], prompt=following.prompt, state=state)
 
 
 @dataclass(slots=True)
@@ -303,7 +310,7 @@ class _Session:
     lock: threading.Lock = field(default_factory=threading.Lock)
     request: tuple[Any, ...] = ()
     turn: int = 0
-    encoder: ObservationEncoder | None = None
+    conversation: Conversation | None = None
     reply: EnvironmentReply | None = None
     ended: bool = False
     removed: bool = False
@@ -360,12 +367,24 @@ class _Worker:
         return bool(answer["keeps_special_tokens"])
 
 
-def _snapshot_of(state: str) -> Any:
-    """Return the snapshot in the state of a reply. Raises InvalidRequest."""
+def _state_of(snapshot: str, chat: Any) -> str:
+    """Return the state of a reply: what the environment and the conversation need to continue. Empty if it is too large."""
+    if not snapshot:
+        return ""
+    state = f'{{"environment": {snapshot}' + ("}" if chat is None else f', "chat": {json.dumps(chat)}}}')
+    return state if len(state) <= MAX_STATE_CHARACTERS else ""
+
+
+def _parts_of(state: str) -> tuple[Any, Any]:
+    """Return what the environment and the conversation need, from the state of a reply. Raises InvalidRequest."""
     try:
-        return json.loads(state)["environment"]
-    except (ValueError, RecursionError, TypeError, KeyError):
+        parts = json.loads(state)
+        snapshot, chat = parts["environment"], parts.get("chat")
+        if not isinstance(chat, list | None) or not all(isinstance(message["role"], str) for message in chat or ()):
+            raise TypeError
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
         raise InvalidRequest("state: expected that of a reply of this service") from None
+    return snapshot, chat
 
 
 def _start_workers(class_name: str, settings: Mapping[str, Any], count: int) -> list[_Worker]:

@@ -1,9 +1,11 @@
-"""Observations as token ids, each encoded once. The ids of a trajectory are those of its segments, concatenated."""
+"""Observations as token ids, each encoded once. The ids of a branch are those of its segments, concatenated."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -20,14 +22,41 @@ MAX_ENCODERS = 64
 """Maximum number of encoders that are kept. Each has two short chats."""
 _TURN, _THOUGHT = "QUARTET-TURN", "QUARTET-THOUGHT"
 """Texts that mark a place in a rendered chat."""
+_OPENED_THOUGHT = re.compile(r"<think>\s*$")
+"""End of a generation prompt that opens the reasoning, which the turn then only closes."""
 
 
 class UnusableObservation(Exception):
     """An observation that cannot be encoded. The text quotes nothing of it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Tokens before the policy's next turn, int32 [tokens]: an observation in its branch, or the prompt of another branch."""
+
+    observation: IntArray
+    prompt: IntArray | None = None
+
+
+class Conversation(Protocol):
+    """The observations of one episode, in their order."""
+
+    @property
+    def state(self) -> Any:
+        """What is needed to continue in another object, a JSON value. None if it is nothing."""
+
+    def first(self, observation: str | Sequence[Message]) -> Continuation:
+        """Return the ids between the prompt and the policy's first turn. Raises UnusableObservation."""
+
+    def next(self, observation: str | Sequence[Message], turn_ids: IntArray) -> Continuation:
+        """Return what follows a turn of the policy, int32 [tokens]. Raises UnusableObservation."""
+
+
 class ObservationEncoder(Protocol):
     """Encoder of observations for one tokenizer."""
+
+    def begin(self, prompt_ids: IntArray, state: Any = None) -> Conversation:
+        """Begin an episode after ``prompt_ids``, int32 [tokens], or continue one with the ``state`` of its conversation."""
 
     def first(self, observation: str | Sequence[Message]) -> IntArray:
         """Return the ids between the prompt and the policy's first turn, int32 [tokens]. Raises UnusableObservation."""
@@ -39,6 +68,21 @@ class ObservationEncoder(Protocol):
         """
 
 
+class _Appended:
+    """A conversation whose observations follow in the branch."""
+
+    state: Any = None
+
+    def __init__(self, encoder: ObservationEncoder) -> None:
+        self._encoder = encoder
+
+    def first(self, observation: str | Sequence[Message]) -> Continuation:
+        return Continuation(self._encoder.first(observation))
+
+    def next(self, observation: str | Sequence[Message], turn_ids: IntArray) -> Continuation:
+        return Continuation(self._encoder.next(observation, int(turn_ids[-1])))
+
+
 class TextObservations:
     """Plain text: the ids are those of the text, without special tokens around or in it.
 
@@ -47,6 +91,9 @@ class TextObservations:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+
+    def begin(self, prompt_ids: IntArray, state: Any = None) -> Conversation:
+        return _Appended(self)
 
     def first(self, observation: str | Sequence[Message]) -> IntArray:
         return self.next(observation, 0)
@@ -61,7 +108,8 @@ class ChatObservations:
     """Messages: the ids are those of the text that the chat template adds for them, up to the opening of the next turn.
 
     The text is the difference of two rendered chats: a short one that ends with a turn of the assistant, and the same one
-    with the new messages. So it does not depend on the turns before, and nothing is encoded twice.
+    with the new messages. So it does not depend on the turns before, and nothing is encoded twice. ``keeps_turns`` is False for a
+    template that changes earlier turns when new messages follow, such as one that drops their reasoning: see ``_Rewritten``.
     """
 
     def __init__(
@@ -69,9 +117,10 @@ class ChatObservations:
     ) -> None:
         """``name`` is that of the model. ``template`` replaces its chat template, which gets ``inputs`` as for the prompt.
 
-        Raises ModelError without a template, and for one that changes earlier turns when new messages follow.
+        Raises ModelError without a template, and for one that does not write the turns.
         """
         self._tokenizer, self._name, self._inputs = tokenizer, name, inputs
+        self._turns = TurnDecoder(tokenizer, keeps_special_tokens=True)
         self._template = ChatTemplate(tokenizer, template)
         if template is None and not getattr(tokenizer, "chat_template", None):
             raise ModelError(
@@ -82,7 +131,7 @@ class ChatObservations:
         self._dialogue = [*opening, {"role": "assistant", "content": _TURN}]
         try:
             self._opening, self._rendered = self._render(opening, False), self._render(self._dialogue, False)
-            self._check_turns_are_kept(opening)
+            self.keeps_turns = self._keeps_turns(opening)
         except ModelError:
             raise
         except Exception as error:  # A template may raise anything.
@@ -95,6 +144,9 @@ class ChatObservations:
         self._closing_ids = self._ids(self._closing)
         self._first_opening = opening
 
+    def begin(self, prompt_ids: IntArray, state: Any = None) -> Conversation:
+        return _Appended(self) if self.keeps_turns else _Rewritten(self, prompt_ids, state)
+
     def first(self, observation: str | Sequence[Message]) -> IntArray:
         """Return the ids of the first observation. The prompt ends without the opening of a turn, which these ids include."""
         messages = _messages(observation)
@@ -102,20 +154,30 @@ class ChatObservations:
 
     def next(self, observation: str | Sequence[Message], last_id: int) -> IntArray:
         messages = _messages(observation)
+        return self._ids(self.missing_end(last_id) + self._difference(self._dialogue, self._rendered, messages))
+
+    def missing_end(self, last_id: int) -> str:
+        """Return the text that closes a turn which ends with ``last_id``."""
         closing, ended = self._closing, str(self._tokenizer.convert_ids_to_tokens(int(last_id)))
         # A turn that was cut off has no end-of-sequence token, but may end with the token's first characters. The observation
         # closes it.
         is_closed = last_id in self._closing_ids[:1] and closing.startswith(ended)
-        missing = closing[len(ended) :] if is_closed else closing
-        return self._ids(missing + self._difference(self._dialogue, self._rendered, messages))
+        return closing[len(ended) :] if is_closed else closing
 
     def _ids(self, text: str) -> IntArray:
         return _encoded(self._tokenizer, text)
 
     def _difference(self, before: list[Message], rendered: str, messages: list[Message]) -> str:
         """Return what the template appends to ``rendered``, the text of ``before``, for messages and the next turn."""
+        after = self._written(before, messages)
+        if not after.startswith(rendered):
+            raise UnusableObservation(f"the chat template of {self._name} changes earlier turns for these messages")
+        return after[len(rendered) :]
+
+    def _written(self, before: list[Message], messages: list[Message], opens_turn: bool = True) -> str:
+        """Return the text of a chat, up to the opening of the next turn if it ``opens_turn``. ``messages`` are the new ones."""
         try:
-            after = self._render([*before, *messages], True)
+            return self._render([*before, *messages], opens_turn)
         except Exception as error:  # A template may raise anything.
             if problem := next(filter(None, map(content_problem, messages)), None):
                 raise UnusableObservation(
@@ -125,25 +187,83 @@ class ChatObservations:
             raise UnusableObservation(
                 f"the chat template of {self._name} refuses messages of roles {roles} ({type(error).__name__})"
             ) from None
-        if not after.startswith(rendered):
-            raise UnusableObservation(f"the chat template of {self._name} changes earlier turns for these messages")
-        return after[len(rendered) :]
 
-    def _check_turns_are_kept(self, opening: list[Message]) -> None:
-        """Raise ModelError for a template that rewrites a turn, such as one that drops the reasoning of earlier turns."""
+    def answered(self, messages: list[Message], turn_ids: IntArray) -> list[Message]:
+        """Return ``messages`` after the opening of the chat with a turn after them, which has the text of the tokens.
+
+        Reasoning that the template has begun for the turn is between its tags.
+        """
+        opening = _OPENED_THOUGHT.search(self._written(self._first_opening, messages))
+        content = (opening.group() if opening else "") + self._text_of(turn_ids)
+        return [*messages, {"role": "assistant", "content": content}]
+
+    def rewritten(self, answered: list[Message], new: list[Message], turn_ids: IntArray) -> Continuation:
+        """Return what follows the last turn of ``answered``, which has these tokens, in a chat whose template may change it.
+
+        The result has the tokens that follow in the branch if the template still writes what the branch has; otherwise, as the
+        prompt, all tokens after the opening of the chat.
+        """
+        chat = [*self._first_opening, *answered]
+        before, after = self._written(chat[:-1], chat[-1:], opens_turn=False), self._written(chat, new)
+        opened, turn = self._written(chat[:-1], []), self._text_of(turn_ids).strip()
+        is_whole = before.startswith(opened) and turn in before[len(opened) :] and before.endswith(self._closing)
+        if is_whole and after.startswith(before):
+            return Continuation(self._ids(self.missing_end(int(turn_ids[-1])) + after[len(before) :]))
+        if not after.startswith(self._opening):
+            raise UnusableObservation(f"the chat template of {self._name} changes the prompt for these messages")
+        return Continuation(np.zeros(0, np.int32), self._ids(after[len(self._opening) :]))
+
+    def _text_of(self, turn_ids: IntArray) -> str:
+        """Return the text of a turn with its special tokens, but without the one that ends it."""
+        last = int(turn_ids[-1])
+        ends = self.missing_end(last) != self._closing or last in self._tokenizer.all_special_ids
+        return self._turns.text(turn_ids[:-1] if ends else turn_ids)
+
+    def _keeps_turns(self, opening: list[Message]) -> bool:
+        """Return False for a template that rewrites a turn. Raises ModelError for one that does not write it."""
         thought = [*opening, {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_TURN}"}]
         reply: list[Message] = [{"role": "user", "content": "b"}]
+        keeps = True
         for turns, text in ((self._dialogue, _TURN), (thought, _THOUGHT)):
             before, after = self._render(turns, False), self._render([*turns, *reply], True)
-            if before.count(_TURN) != 1 or text not in before or not after.startswith(before):
+            if before.count(_TURN) != 1:
                 raise ModelError(
-                    f"environment.observations chat: the chat template of {self._name} changes earlier turns when a message "
-                    "follows, such as by dropping their reasoning, so a trajectory's tokens would not be those that the model "
-                    "generated; set environment.chat_template to a file with a template that keeps them"
+                    f"environment.observations chat: the chat template of {self._name} does not write a turn of the assistant "
+                    "once; set environment.chat_template to a file with another template"
                 )
+            keeps = keeps and text in before and after.startswith(before)
+        return keeps
 
     def _render(self, messages: list[Message], opens_turn: bool) -> str:
         return self._template.render(messages, "generation prompt" if opens_turn else "nothing", self._inputs)
+
+
+class _Rewritten:
+    """A conversation whose chat template may change earlier turns: then the next turn begins a branch.
+
+    Its prompt has the tokens of the prompt and of the whole chat after it, as the template writes it then.
+    """
+
+    def __init__(self, encoder: ChatObservations, prompt_ids: IntArray, state: Any) -> None:
+        self._encoder, self._prompt_ids = encoder, prompt_ids
+        self._messages: list[Message] = list(state or [])
+
+    @property
+    def state(self) -> Any:
+        """The messages after the prompt."""
+        return self._messages
+
+    def first(self, observation: str | Sequence[Message]) -> Continuation:
+        self._messages = _messages(observation)
+        return Continuation(self._encoder.first(observation))
+
+    def next(self, observation: str | Sequence[Message], turn_ids: IntArray) -> Continuation:
+        answered, new = self._encoder.answered(self._messages, turn_ids), _messages(observation)
+        result = self._encoder.rewritten(answered, new, turn_ids)
+        self._messages = [*answered, *new]
+        if result.prompt is None:
+            return result
+        return Continuation(result.observation, np.concatenate([self._prompt_ids, result.prompt]))
 
 
 class ObservationEncoders:
