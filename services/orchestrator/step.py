@@ -27,6 +27,7 @@ from quartet.services.orchestrator.checkpointing.step_artifacts import (
     failed_trajectories_note,
     failed_trajectory_rows,
     in_flight_metrics,
+    left_out_rows,
     outcome_metrics,
     part_metrics,
     step_record,
@@ -217,6 +218,7 @@ class StepTransaction:
             self._run.files.write_trajectories(step, record.rows)
             collected = pending.collected
             self._write_failed_trajectories(step, collected.failed_trajectories, collected.skipped_prompts)
+            self._run.files.write_left_out(step, left_out_rows(step, collected.left_out))
             self._run.files.append_metrics(metrics)
 
     def _clean_up(self, step: int, pending: PendingStep, metrics: dict[str, float]) -> None:
@@ -263,6 +265,7 @@ class StepTransaction:
             "failed_trajectories": len(pending.collected.failed_trajectories),
             "skipped_prompts": len(pending.collected.skipped_prompts),
             **outcome_metrics(pending.collected.failed_trajectories),
+            **({"outcome_left_out": len(pending.collected.left_out)} if self._rollout.extra_samples else {}),
             **({"off_policy_steps": lag} if self._off_policy.max_off_policy_steps else {}),
             **(in_flight_metrics(step, prepared.experience.policy_version, trajectories) if in_flight else {}),
             **update_metrics(updates),

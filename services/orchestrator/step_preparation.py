@@ -49,7 +49,7 @@ class StepPreparation:
     def start_generation(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, policy_version: int) -> None:
         """Start the generation of ``step`` before ``prepare``, while earlier steps end. Has no effect if it has started."""
         if step not in self._started:
-            samples, greedy = self._config.rollout.samples_per_prompt, self._config.num_greedy_baselines
+            samples, greedy = self._config.rollout.generated_samples, self._config.num_greedy_baselines
             requests = requests_of(self._config.run.name, step, prompts, samples, greedy=greedy)
             self._started[step] = self._generate(step, prompts, requests, leader_epoch, policy_version)
 
@@ -125,7 +125,7 @@ class StepPreparation:
         """Collect a step. Adds the prompts of further rounds to ``prompts``, which are by index."""
         config, samples, greedy = (
             self._config,
-            self._config.rollout.samples_per_prompt,
+            self._config.rollout.generated_samples,
             self._config.num_greedy_baselines,
         )
         self._board.update(phase="generate", num_scored=0, num_expected=len(prompts) * (samples + greedy))

@@ -21,6 +21,7 @@ from quartet.contract.generation import (
 )
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import (
+    FAILURES,
     Branch,
     FinishReason,
     Outcome,
@@ -294,7 +295,7 @@ def scores(draw: st.DrawFn) -> Scores:
     total, parts = draw(floats(count)), draw(st.dictionaries(names, floats(count), max_size=3))
     if draw(st.booleans()):
         return Scores(total, parts)
-    outcomes = draw(st.lists(st.sampled_from(Outcome), min_size=count, max_size=count))
+    outcomes = draw(st.lists(st.sampled_from((Outcome.OK, *FAILURES)), min_size=count, max_size=count))
     details = draw(st.lists(st.text(st.characters(categories=["L", "N"]), max_size=9), min_size=count, max_size=count))
     total = np.where([outcome is Outcome.OK for outcome in outcomes], total, np.float32(np.nan))
     return Scores(total, parts, tuple(outcomes), tuple(details))

@@ -19,7 +19,7 @@ from quartet.codec.updates import update_request_from_proto, update_request_to_p
 from quartet.contract.control import Progress, RunState, Setting, SettingChange
 from quartet.contract.generation import GenerationBatch
 from quartet.contract.status import GeneratorInfo, GeneratorState, ProcessStatus, Role
-from quartet.contract.trajectory import FinishReason, Outcome, Scores, SegmentRole, TokenBatch, Trajectory
+from quartet.contract.trajectory import FAILURES, FinishReason, Outcome, Scores, SegmentRole, TokenBatch, Trajectory
 from quartet.contract.update import (
     Experience,
     PolicyLossSettings,
@@ -238,7 +238,7 @@ def test_a_score_request_says_how_many_updates_the_policy_has_taken() -> None:
     assert score_request_from_proto(message)[0].updates == 3
 
 
-@pytest.mark.parametrize("number", [0, 8])
+@pytest.mark.parametrize("number", [0, 9])
 def test_an_outcome_that_is_none_is_refused(number: int) -> None:
     message = scores_to_proto(Scores(np.ones(2, np.float32)))
     message.outcomes.extend([trajectory_pb2.OUTCOME_OK, number])  # type: ignore[list-item]
@@ -246,7 +246,7 @@ def test_an_outcome_that_is_none_is_refused(number: int) -> None:
         scores_from_proto(message, 2)
 
 
-@pytest.mark.parametrize("failure", [outcome for outcome in Outcome if outcome is not Outcome.OK])
+@pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("number", [0.0, 1.0, -3.5, np.inf, -np.inf])
 def test_a_number_with_the_outcome_of_a_failure_is_refused(number: float, failure: Outcome) -> None:
     message = scores_to_proto(

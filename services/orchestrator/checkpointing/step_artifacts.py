@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 
 from quartet.config.prompt_sets import SET_FIELD
 from quartet.contract.status import Role
-from quartet.contract.trajectory import FAILURES, Branch, FinishReason, Outcome, SegmentRole, Trajectory, VersionSpan
+from quartet.contract.trajectory import (
+    FAILURES,
+    Branch,
+    FinishReason,
+    Outcome,
+    SegmentRole,
+    Trajectory,
+    TrajectoryId,
+    VersionSpan,
+)
 from quartet.contract.update import UpdateResult
 from quartet.data.evaluation import stream_name
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, response_metrics
@@ -242,6 +251,14 @@ def failed_trajectory_rows(
         }
         for item, prompt, response in zip(failed_trajectories, prompts, responses, strict=True)
     ]
+
+
+def left_out_rows(step: int, left_out: Sequence[TrajectoryId]) -> list[dict[str, Any]]:
+    """Return one object per trajectory that the step did not need, for ``left_out.jsonl``.
+
+    How far it came depends on time, so only its id is recorded.
+    """
+    return [{"step": step, "id": str(id)} for id in left_out]
 
 
 def outcome_metrics(failed_trajectories: Sequence[FailedTrajectory]) -> dict[str, int]:

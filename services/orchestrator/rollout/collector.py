@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -35,7 +35,8 @@ class CollectedStep:
     """Scored and failed trajectories of a step, each sorted by id, the stream entries to acknowledge, and seconds spent.
 
     ``baselines``: the scored greedy responses, which are not among ``scored``. ``skipped_prompts``: indices of the prompts that
-    the step has left out, because no response to them could be scored. ``cured_faults``: see ``Scoring``.
+    the step has left out, because no response to them could be scored. ``cured_faults``: see ``Scoring``. ``left_out``: sorted
+    ids of the trajectories that the step did not need.
     """
 
     scored: list[ScoredTrajectory]
@@ -46,6 +47,7 @@ class CollectedStep:
     baselines: list[ScoredTrajectory] = field(default_factory=list)
     skipped_prompts: frozenset[int] = frozenset()
     cured_faults: Mapping[str, int] = field(default_factory=dict)
+    left_out: Sequence[TrajectoryId] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,8 @@ class Collector:
         # By prompt index: the first sample index that is not taken, and the number of replaced trajectories, greedy ones apart.
         self._next_sample, self._replaced = Counter[int](), Counter[tuple[int, bool]]()
         self._greedy: set[TrajectoryId] = set()
+        self._kept_samples = batch.episode.kept_samples if batch.episode else 0
+        self._left_out: list[TrajectoryId] = []
         recovery = replacement.recovery if replacement else None
         self._failures = self._failures_of(recovery)
         self._scoring = Scoring(
@@ -196,6 +200,7 @@ class Collector:
             [item for item in scored if item.trajectory.id in self._greedy],
             frozenset(self._skipped),
             self._scoring.cured_faults,
+            sorted(self._left_out),
         )
 
     def _failures_of(self, recovery: RecoveryConfig | None) -> PromptFailures | None:
@@ -225,7 +230,11 @@ class Collector:
             self._generation.result()
             if self._failures is not None:
                 self._failures.skip()
-            failed = [key for key in self._failed_by_prompt() - self._replaced if key[0] not in self._skipped]
+            failed = [
+                key
+                for key in self._failed_by_prompt() - self._replaced
+                if key[0] not in self._skipped and not self._has_enough(*key)
+            ]
             if self._replacement is None or not failed:
                 return generated - start
             # One at a time for each prompt, because it takes the next sample index.
@@ -239,6 +248,13 @@ class Collector:
         ids = [item.trajectory.id for item in self._scoring.failed_trajectories]
         return Counter((id.prompt, id in self._greedy) for id in ids)
 
+    def _has_enough(self, prompt: int, greedy: bool) -> bool:
+        """Return whether failed trajectories of a prompt need no replacement, because others are left."""
+        if greedy or not self._kept_samples:
+            return False
+        ids = [item.trajectory.id for item in self._scoring.scored]
+        return sum(id.prompt == prompt and id not in self._greedy for id in ids) >= self._kept_samples
+
     def _wake(self, _: object = None) -> None:
         self._events.put(None)
 
@@ -248,7 +264,7 @@ class Collector:
         self._greedy |= {request.id for request in batch.requests if request.greedy}
         for id in (request.id for request in batch.requests):
             self._next_sample[id.prompt] = max(self._next_sample[id.prompt], id.sample + 1)
-        self._arrivals.expect(batch, self._size)
+        self._arrivals.expect(batch, self._size, whole_prompts=self._kept_samples > 0)
         generation.add_done_callback(self._wake)
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
@@ -348,11 +364,27 @@ class Collector:
         """Use a trajectory, and start to score the batch if it completes one. Failed episodes are not scored."""
         if not self._generation.arrived(trajectory):
             return
-        batch = self._arrivals.add(trajectory)
+        batch = self._needed(self._arrivals.add(trajectory))
         for failed in [item for item in batch if item.outcome is not Outcome.OK]:
             self._scoring.reject(failed)
         if batch := [item for item in batch if item.outcome is Outcome.OK]:
             self._scoring.start(self._with_log_probs(batch))
+
+    def _needed(self, batch: list[Trajectory]) -> list[Trajectory]:
+        """Return the trajectories that the step keeps: of each prompt those that consumed least, and all that failed."""
+        if not self._kept_samples:
+            return batch
+        finished = defaultdict[int, list[Trajectory]](list)
+        for item in batch:
+            if item.outcome is Outcome.OK and item.id not in self._greedy:
+                finished[item.id.prompt].append(item)
+        beyond = {
+            item.id
+            for group in finished.values()
+            for item in sorted(group, key=lambda each: each.consumption)[self._kept_samples :]
+        } | {item.id for item in batch if item.outcome is Outcome.LEFT_OUT}
+        self._left_out += beyond
+        return [item for item in batch if item.id not in beyond]
 
     def _with_log_probs(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Return the trajectories, with log-probs of the policy that sampled if the engine reported none.
@@ -389,14 +421,17 @@ class _Arrivals:
     def total(self) -> int:
         return len(self.expected)
 
-    def expect(self, batch: GenerationBatch, score_batch_size: int) -> None:
-        """Expect the trajectories of a batch."""
+    def expect(self, batch: GenerationBatch, score_batch_size: int, whole_prompts: bool) -> None:
+        """Expect the trajectories of a batch. ``whole_prompts``: no scoring batch has only a part of a prompt's trajectories."""
         ids = sorted(request.id for request in batch.requests)
         self.expected |= dict.fromkeys(ids, (batch.policy_version, batch.weights_digest))
         self.missing |= set(ids)
-        for start in range(0, len(ids), score_batch_size):
-            group = ids[start : start + score_batch_size]
-            self._batches |= dict.fromkeys(group, group)
+        group = list[TrajectoryId]()
+        for id in ids:
+            if len(group) >= score_batch_size and not (whole_prompts and group[-1].prompt == id.prompt):
+                group = []
+            group.append(id)
+            self._batches[id] = group
 
     def is_as_requested(self, trajectory: Trajectory) -> bool:
         """Return whether the requested weights generated all tokens of an expected trajectory."""

@@ -214,6 +214,10 @@ class RolloutConfig(Section):
     """Number of prompts per step."""
     samples_per_prompt: Responses = 1
     """Number of responses per prompt."""
+    extra_samples: WholeNumber = 0
+    """With max_turns: number of further trajectories per prompt. The step keeps samples_per_prompt of them, those that use the
+    fewest tokens of the policy, then the fewest turns. The others are ended as soon as that is known. It prefers short
+    trajectories, and never fast ones: time does not count, so such a run repeats bit-identically."""
     dynamic_sampling: bool = False
     """Replace prompts whose responses all have the same score by further prompts, until the step has prompts_per_step prompts.
     Needs samples_per_prompt 2 or more, and max_off_policy_steps 0."""
@@ -276,4 +280,9 @@ class RolloutConfig(Section):
     actor sends what it holds. Neither encrypts or authenticates. If one fails, and with none, gRPC sends the policy."""
     score_batch_size: Count = 16
     """Number of responses per scoring batch. A batch has the responses of neighbouring prompts, and is scored when all of them
-    are finished."""
+    are finished. With extra_samples, whole prompts: at least so many."""
+
+    @property
+    def generated_samples(self) -> int:
+        """Number of responses per prompt that a step generates."""
+        return self.samples_per_prompt + self.extra_samples

@@ -61,12 +61,14 @@ class EpisodeSettings:
 
     ``max_turns`` limits the turns of a trajectory. ``max_turn_tokens`` limits the tokens of one turn; 0 leaves the limit to the
     sampling parameters, which limits all tokens after the prompt, observations included. ``fields`` are the prompts' own fields,
-    JSON objects by prompt index, for the environment.
+    JSON objects by prompt index, for the environment. ``kept_samples``: number of trajectories of each prompt that the step
+    keeps, those with the lowest ``consumption``; 0 keeps all.
     """
 
     max_turns: int
     max_turn_tokens: int = 0
     fields: Mapping[int, str] = field(default_factory=dict)
+    kept_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,8 @@ class SegmentRole(enum.StrEnum):
 class Outcome(enum.StrEnum):
     """Outcome of the generation or scoring of a response. Only ``OK`` has a score: a failure is never a number.
 
+    left_out: the step did not need the trajectory, because others of its prompt used fewer tokens. It is no failure.
+
     timeout: no result in time. scorer_error: the reward source failed, or returned no finite number. sandbox_error: the sandbox
     of a verifier failed. environment_error: the environment failed. cancelled: the work was cancelled. refused: the source
     declined to score the response.
@@ -51,10 +53,11 @@ class Outcome(enum.StrEnum):
     ENVIRONMENT_ERROR = "environment_error"
     CANCELLED = "cancelled"
     REFUSED = "refused"
+    LEFT_OUT = "left_out"
 
 
-FAILURES = tuple(outcome for outcome in Outcome if outcome is not Outcome.OK)
-"""Every outcome without a score."""
+FAILURES = tuple(outcome for outcome in Outcome if outcome not in (Outcome.OK, Outcome.LEFT_OUT))
+"""Every outcome of a trajectory that failed."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -128,6 +131,10 @@ class Scores:
                 raise ComputationFailed(
                     f"{name}: expected none, or one for each of the {count} scores, got {len(values)}"
                 )
+        if Outcome.LEFT_OUT in self.outcomes:
+            raise ComputationFailed(
+                f"outcomes: {Outcome.LEFT_OUT} is none of a score; expected ok, or the kind of a failure"
+            )
         for index in np.flatnonzero(
             np.isfinite(self.total) != [outcome is Outcome.OK for outcome in self.all_outcomes]
         ):
@@ -340,6 +347,11 @@ class Trajectory:
         """True if the engine reported the log-probs of all turns."""
         return all(len(segment.log_probs) for segment in self.turns)
 
+    @property
+    def consumption(self) -> tuple[int, int, int]:
+        """Order by which a step chooses trajectories of a prompt: tokens of the policy, turns, and sample index."""
+        return len(self.policy_ids), len(self.turns), self.id.sample
+
     def with_log_probs(self, log_probs: FloatArray) -> Trajectory:
         """Return the trajectory with these log-probs, float32 [response tokens]. Those of observation tokens are dropped."""
         ends = np.cumsum([len(branch.response_ids) for branch in self.branches])[:-1]
@@ -382,6 +394,8 @@ class EnvironmentReply:
                 f"reward: {self.reward:g} with outcome {self.outcome}; expected a finite number with outcome ok, and NaN with "
                 "any other"
             )
+        if self.outcome is Outcome.LEFT_OUT:
+            raise ComputationFailed(f"outcome {self.outcome}: is none of an environment")
         if not ok and (len(self.observation) or not self.done):
             raise ComputationFailed(f"outcome {self.outcome}: expected no observation, and done")
         if self.state and self.done:

@@ -119,7 +119,8 @@ def episode_settings(rollout: RolloutConfig, prompts: Sequence[Prompt]) -> Episo
     if not rollout.max_turns:
         return None
     fields = {prompt.index: prompt.fields for prompt in prompts}
-    return EpisodeSettings(rollout.max_turns, rollout.max_turn_tokens or 0, fields)
+    kept = rollout.samples_per_prompt if rollout.extra_samples else 0
+    return EpisodeSettings(rollout.max_turns, rollout.max_turn_tokens or 0, fields, kept)
 
 
 def texts_of(tokenizer: Any, token_ids: Sequence[IntArray], special_tokens: bool) -> list[str]:

@@ -101,6 +101,7 @@ class RunFiles:
         self.references = root / "reference"
         self.alerts = root / "alerts.jsonl"
         self.failed_trajectories = root / "failed_trajectories.jsonl"
+        self.left_out = root / "left_out.jsonl"
         self.services = root / "services.json"
         self.identity = root / "run.json"
         self.outcome = root / "outcome.json"
@@ -238,7 +239,7 @@ class RunFiles:
 
     def truncate_after(self, step: int) -> None:
         """Remove the records of steps after ``step``, before these steps are recomputed."""
-        for path in (self.metrics, self.evaluation_summaries, self.alerts, self.failed_trajectories):
+        for path in (self.metrics, self.evaluation_summaries, self.alerts, self.failed_trajectories, self.left_out):
             truncate_step_lines(path, step)
         for folder in (self.trajectories, self.evaluations):
             for path in folder.glob("step-*.jsonl"):
@@ -269,10 +270,11 @@ class RunFiles:
         Each row is an object with a ``step``. Replaces lines of this step and later ones, which an attempt left that was
         interrupted before its commit.
         """
-        earlier = read_step_lines(self.failed_trajectories)
-        lines = [*(line for line in earlier if line["step"] < step), *rows]
-        if lines != earlier:
-            rewrite_step_lines(self.failed_trajectories, lines)
+        _replace_from(self.failed_trajectories, step, rows)
+
+    def write_left_out(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
+        """Write the trajectories that ``step`` did not need to ``left_out.jsonl``. See ``write_failed_trajectories``."""
+        _replace_from(self.left_out, step, rows)
 
     def append_failed_trajectories(self, row: dict[str, Any]) -> None:
         """Append an object with a ``step`` to ``failed_trajectories.jsonl``, unless it is there already."""
@@ -373,3 +375,11 @@ class RunFiles:
         with storage_errors(path):
             path.parent.mkdir(exist_ok=True)
             write_durably(path, to_json_lines(items, ensure_ascii=False))
+
+
+def _replace_from(path: Path, step: int, rows: Iterable[dict[str, Any]]) -> None:
+    """Replace the lines of a file from ``step`` on."""
+    earlier = read_step_lines(path)
+    lines = [*(line for line in earlier if line["step"] < step), *rows]
+    if lines != earlier:
+        rewrite_step_lines(path, lines)

@@ -395,6 +395,13 @@ STEP_METRICS = (
         )
     ),
     metric(
+        "outcome_left_out",
+        "trajectories",
+        "With rollout.extra_samples: trajectories that the step did not need, because others of their prompts used fewer tokens.",
+        "prompts_per_step times extra_samples",
+        "below that: trajectories failed, and others took their places",
+    ),
+    metric(
         "cured_faults",
         "faults",
         "Failed attempts to score that a further attempt cured: requests of all sources, and calls of the services.",

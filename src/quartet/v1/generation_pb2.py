@@ -26,7 +26,7 @@ from quartet.v1 import tensor_pb2 as quartet_dot_v1_dot_tensor__pb2
 from quartet.v1 import trajectory_pb2 as quartet_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bquartet/v1/generation.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\"\xbc\x03\n\x0fGenerateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0cleader_epoch\x18\x03 \x01(\x04\x12&\n\nprompt_ids\x18\x04 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12*\n\x0eprompt_lengths\x18\x05 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x0f\n\x07prompts\x18\x06 \x03(\x04\x12\x1a\n\x12trajectory_prompts\x18\x07 \x03(\r\x12\x1a\n\x12trajectory_samples\x18\x08 \x03(\r\x12\x30\n\x08sampling\x18\t \x01(\x0b\x32\x1e.quartet.v1.SamplingParameters\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x16\n\x0epolicy_version\x18\x0b \x01(\x04\x12\x16\n\x0eweights_digest\x18\x0c \x01(\x0c\x12\x11\n\tgenerator\x18\r \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x0e \x01(\x04\x12,\n\x07\x65pisode\x18\x0f \x01(\x0b\x32\x1b.quartet.v1.EpisodeSettings\x12\x19\n\x11trajectory_greedy\x18\x10 \x03(\x08\"M\n\x0f\x45pisodeSettings\x12\x11\n\tmax_turns\x18\x01 \x01(\r\x12\x17\n\x0fmax_turn_tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x66ields\x18\x03 \x03(\t\"\x13\n\x11GenerationStarted\"C\n\x12GenerationProgress\x12\x14\n\x0ctrajectories\x18\x01 \x01(\r\x12\x17\n\x0fresponse_tokens\x18\x02 \x01(\x04\"T\n\x12GenerationFinished\x12\x14\n\x0ctrajectories\x18\x01 \x01(\r\x12\x17\n\x0fresponse_tokens\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\xb5\x01\n\x10GenerateResponse\x12\x30\n\x07started\x18\x01 \x01(\x0b\x32\x1d.quartet.v1.GenerationStartedH\x00\x12\x32\n\x08progress\x18\x02 \x01(\x0b\x32\x1e.quartet.v1.GenerationProgressH\x00\x12\x32\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1e.quartet.v1.GenerationFinishedH\x00\x42\x07\n\x05\x65vent\"\x92\x01\n\x14UpdateWeightsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x14\n\x0cleader_epoch\x18\x02 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x04 \x01(\x0c\x12\'\n\x07sources\x18\x05 \x03(\x0b\x32\x16.quartet.v1.WeightPeer\"0\n\nWeightPeer\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tgenerator\x18\x02 \x01(\x08\"E\n\x15UpdateWeightsResponse\x12,\n\x08transfer\x18\x01 \x01(\x0b\x32\x1a.quartet.v1.WeightTransfer\"\x9c\x01\n\x0eWeightTransfer\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\x0c\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0b\n\x03way\x18\x05 \x01(\t\x12\x18\n\x10transfer_seconds\x18\x06 \x01(\x01\x12\x14\n\x0cload_seconds\x18\x07 \x01(\x01\x32\xb2\x01\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.quartet.v1.GenerateRequest\x1a\x1c.quartet.v1.GenerateResponse0\x01\x12T\n\rUpdateWeights\x12 .quartet.v1.UpdateWeightsRequest\x1a!.quartet.v1.UpdateWeightsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bquartet/v1/generation.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\"\xbc\x03\n\x0fGenerateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0cleader_epoch\x18\x03 \x01(\x04\x12&\n\nprompt_ids\x18\x04 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12*\n\x0eprompt_lengths\x18\x05 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x0f\n\x07prompts\x18\x06 \x03(\x04\x12\x1a\n\x12trajectory_prompts\x18\x07 \x03(\r\x12\x1a\n\x12trajectory_samples\x18\x08 \x03(\r\x12\x30\n\x08sampling\x18\t \x01(\x0b\x32\x1e.quartet.v1.SamplingParameters\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x16\n\x0epolicy_version\x18\x0b \x01(\x04\x12\x16\n\x0eweights_digest\x18\x0c \x01(\x0c\x12\x11\n\tgenerator\x18\r \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x0e \x01(\x04\x12,\n\x07\x65pisode\x18\x0f \x01(\x0b\x32\x1b.quartet.v1.EpisodeSettings\x12\x19\n\x11trajectory_greedy\x18\x10 \x03(\x08\"c\n\x0f\x45pisodeSettings\x12\x11\n\tmax_turns\x18\x01 \x01(\r\x12\x17\n\x0fmax_turn_tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x66ields\x18\x03 \x03(\t\x12\x14\n\x0ckept_samples\x18\x04 \x01(\r\"\x13\n\x11GenerationStarted\"C\n\x12GenerationProgress\x12\x14\n\x0ctrajectories\x18\x01 \x01(\r\x12\x17\n\x0fresponse_tokens\x18\x02 \x01(\x04\"T\n\x12GenerationFinished\x12\x14\n\x0ctrajectories\x18\x01 \x01(\r\x12\x17\n\x0fresponse_tokens\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\xb5\x01\n\x10GenerateResponse\x12\x30\n\x07started\x18\x01 \x01(\x0b\x32\x1d.quartet.v1.GenerationStartedH\x00\x12\x32\n\x08progress\x18\x02 \x01(\x0b\x32\x1e.quartet.v1.GenerationProgressH\x00\x12\x32\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1e.quartet.v1.GenerationFinishedH\x00\x42\x07\n\x05\x65vent\"\x92\x01\n\x14UpdateWeightsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x14\n\x0cleader_epoch\x18\x02 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x04 \x01(\x0c\x12\'\n\x07sources\x18\x05 \x03(\x0b\x32\x16.quartet.v1.WeightPeer\"0\n\nWeightPeer\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tgenerator\x18\x02 \x01(\x08\"E\n\x15UpdateWeightsResponse\x12,\n\x08transfer\x18\x01 \x01(\x0b\x32\x1a.quartet.v1.WeightTransfer\"\x9c\x01\n\x0eWeightTransfer\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\x0c\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0b\n\x03way\x18\x05 \x01(\t\x12\x18\n\x10transfer_seconds\x18\x06 \x01(\x01\x12\x14\n\x0cload_seconds\x18\x07 \x01(\x01\x32\xb2\x01\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.quartet.v1.GenerateRequest\x1a\x1c.quartet.v1.GenerateResponse0\x01\x12T\n\rUpdateWeights\x12 .quartet.v1.UpdateWeightsRequest\x1a!.quartet.v1.UpdateWeightsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,23 +36,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=98
   _globals['_GENERATEREQUEST']._serialized_end=542
   _globals['_EPISODESETTINGS']._serialized_start=544
-  _globals['_EPISODESETTINGS']._serialized_end=621
-  _globals['_GENERATIONSTARTED']._serialized_start=623
-  _globals['_GENERATIONSTARTED']._serialized_end=642
-  _globals['_GENERATIONPROGRESS']._serialized_start=644
-  _globals['_GENERATIONPROGRESS']._serialized_end=711
-  _globals['_GENERATIONFINISHED']._serialized_start=713
-  _globals['_GENERATIONFINISHED']._serialized_end=797
-  _globals['_GENERATERESPONSE']._serialized_start=800
-  _globals['_GENERATERESPONSE']._serialized_end=981
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=984
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1130
-  _globals['_WEIGHTPEER']._serialized_start=1132
-  _globals['_WEIGHTPEER']._serialized_end=1180
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1182
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1251
-  _globals['_WEIGHTTRANSFER']._serialized_start=1254
-  _globals['_WEIGHTTRANSFER']._serialized_end=1410
-  _globals['_GENERATIONSERVICE']._serialized_start=1413
-  _globals['_GENERATIONSERVICE']._serialized_end=1591
+  _globals['_EPISODESETTINGS']._serialized_end=643
+  _globals['_GENERATIONSTARTED']._serialized_start=645
+  _globals['_GENERATIONSTARTED']._serialized_end=664
+  _globals['_GENERATIONPROGRESS']._serialized_start=666
+  _globals['_GENERATIONPROGRESS']._serialized_end=733
+  _globals['_GENERATIONFINISHED']._serialized_start=735
+  _globals['_GENERATIONFINISHED']._serialized_end=819
+  _globals['_GENERATERESPONSE']._serialized_start=822
+  _globals['_GENERATERESPONSE']._serialized_end=1003
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1006
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1152
+  _globals['_WEIGHTPEER']._serialized_start=1154
+  _globals['_WEIGHTPEER']._serialized_end=1202
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1204
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1273
+  _globals['_WEIGHTTRANSFER']._serialized_start=1276
+  _globals['_WEIGHTTRANSFER']._serialized_end=1432
+  _globals['_GENERATIONSERVICE']._serialized_start=1435
+  _globals['_GENERATIONSERVICE']._serialized_end=1613
 # @@protoc_insertion_point(module_scope)

@@ -131,10 +131,15 @@ class EpisodeSettings(_message.Message):
     MAX_TURNS_FIELD_NUMBER: _builtins.int
     MAX_TURN_TOKENS_FIELD_NUMBER: _builtins.int
     FIELDS_FIELD_NUMBER: _builtins.int
+    KEPT_SAMPLES_FIELD_NUMBER: _builtins.int
     max_turns: _builtins.int
     """Maximum number of turns of a trajectory, 1 to 1024."""
     max_turn_tokens: _builtins.int
     """Maximum tokens of one turn. 0: only the limit of all turns, `sampling.max_response_tokens`."""
+    kept_samples: _builtins.int
+    """Trajectories of each prompt that the step keeps: those that use the fewest tokens. A trajectory that has more than so many
+    finished ones of its prompt may be ended with OUTCOME_LEFT_OUT; greedy ones never. 0: the step keeps all.
+    """
     @_builtins.property
     def fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """[prompts]: fields of each prompt, as one JSON object, for the environment."""
@@ -145,10 +150,11 @@ class EpisodeSettings(_message.Message):
         max_turns: _builtins.int = ...,
         max_turn_tokens: _builtins.int = ...,
         fields: _abc.Iterable[_builtins.str] | None = ...,
+        kept_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "max_turn_tokens", b"max_turn_tokens", "max_turns", b"max_turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "kept_samples", b"kept_samples", "max_turn_tokens", b"max_turn_tokens", "max_turns", b"max_turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

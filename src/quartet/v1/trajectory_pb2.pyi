@@ -102,6 +102,8 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     """The work was cancelled."""
     OUTCOME_REFUSED: _Outcome.ValueType  # 7
     """The source declined to score the response."""
+    OUTCOME_LEFT_OUT: _Outcome.ValueType  # 8
+    """The step did not need it, because others of its prompt used fewer tokens."""
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
     """Outcome of the generation or scoring of a response. Only OK has a score."""
@@ -122,6 +124,8 @@ OUTCOME_CANCELLED: Outcome.ValueType  # 6
 """The work was cancelled."""
 OUTCOME_REFUSED: Outcome.ValueType  # 7
 """The source declined to score the response."""
+OUTCOME_LEFT_OUT: Outcome.ValueType  # 8
+"""The step did not need it, because others of its prompt used fewer tokens."""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final

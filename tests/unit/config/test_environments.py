@@ -52,6 +52,11 @@ def test_an_environment_elsewhere_needs_no_class() -> None:
     [
         ({"rollout": TURNS}, r"environment\.class_name: missing; rollout\.max_turns 3 needs an environment"),
         ({"environment": GAME}, r"environment\.class_name my_game:Game: not used with rollout\.max_turns 0"),
+        ({"rollout": {"extra_samples": 1}}, r"rollout\.extra_samples: chooses among episodes; set rollout\.max_turns"),
+        (
+            {"rollout": {**TURNS, "extra_samples": 2000}, "environment": GAME},
+            r"rollout\.extra_samples: a step generates 128064 trajectories; expected at most 65536",
+        ),
         ({"environment": {"class_name": "game"}}, r"environment\.class_name: expected package\.module:callable"),
         ({"environment": {"arguments": {"a": 1}}}, r"arguments: not used without class_name"),
         ({"environment": {**GAME, "arguments": {"a": {1, 2}}}}, r"environment\.arguments: expected values as in JSON"),

@@ -56,6 +56,8 @@ def check_turns(config: ConfigTree) -> None:
     rollout = config.rollout
     if rollout.max_turn_tokens is not None and not rollout.max_turns:
         raise ValueError("rollout.max_turn_tokens: not used without rollout.max_turns; set both, or remove it")
+    if rollout.extra_samples and not rollout.max_turns:
+        raise ValueError("rollout.extra_samples: chooses among episodes; set rollout.max_turns, or extra_samples 0")
     if (rollout.max_turn_tokens or 0) > rollout.max_response_tokens:
         raise ValueError(
             f"rollout.max_turn_tokens {rollout.max_turn_tokens}: expected at most rollout.max_response_tokens "

@@ -88,6 +88,11 @@ def check_sizes(config: ConfigTree) -> None:
         raise ValueError(
             f"rollout: prompts_per_step times samples_per_prompt is {samples}; expected at most {MAX_RESPONSES}"
         )
+    generated = samples + config.rollout.prompts_per_step * config.rollout.extra_samples
+    if generated > MAX_RESPONSES:
+        raise ValueError(
+            f"rollout.extra_samples: a step generates {generated} trajectories; expected at most {MAX_RESPONSES}; lower it"
+        )
     if config.algorithm.num_mini_batches > samples:
         raise ValueError(
             f"algorithm.num_mini_batches {config.algorithm.num_mini_batches}: expected at most the {samples} responses of "

@@ -10,7 +10,7 @@ import numpy as np
 
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config.deployment import RecoveryConfig
-from quartet.contract.generation import GenerationBatch, GenerationRequest, SamplingParameters
+from quartet.contract.generation import EpisodeSettings, GenerationBatch, GenerationRequest, SamplingParameters
 from quartet.contract.status import Role
 from quartet.contract.trajectory import Scores, TokenBatch, Trajectory
 from quartet.errors import QuartetError
@@ -143,6 +143,7 @@ def collect(
     progress: list[int] | None = None,
     fields: dict[int, str] | None = None,
     greedy: Collection[Name] = (),
+    kept_samples: int = 0,
 ) -> CollectedStep:
     stream.append(written)
     services = ScoringServices(scorer, scorer, scorer, 0.7)  # type: ignore[arg-type]
@@ -151,7 +152,7 @@ def collect(
         batch = batch_of(written)
         requests = [replace(item, greedy=(item.id.prompt, item.id.sample) in greedy) for item in batch.requests]
         return collector.collect(
-            replace(batch, requests=requests),
+            replace(batch, requests=requests, episode=EpisodeSettings(4, kept_samples=kept_samples)),
             ended_generation(),
             (progress if progress is not None else []).append,
             fields,
