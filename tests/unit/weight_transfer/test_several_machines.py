@@ -84,11 +84,15 @@ def test_machines_publish_what_one_process_publishes(
     single.close()
 
 
-def test_each_machine_touches_only_the_memory_of_its_slices(make_trainer: Callable[..., Trainer]) -> None:
+def test_each_machine_touches_only_the_memory_of_its_slices(
+    make_trainer: Callable[..., Trainer], make_mirror: Callable[..., WeightMirror]
+) -> None:
     size = 64 * BLOCK_BYTES
-    trainer = make_trainer([0, 1])
+    trainer, mirrors = make_trainer([0, 1], group=GROUP), [make_mirror(), make_mirror(GROUP)]
     for number in range(3):
-        trainer.publish(number, {"large": tensor((size // 2,), number)}, RUN)
+        trainer.publish(number, tensors := {"large": tensor((size // 2,), number)}, RUN)
+        for mirror in mirrors:
+            assert_equal(pull(mirror, trainer.source, number, tensors).weight_set, tensors)
     regions = [*trainer.source._allocator.regions, *trainer.writers[1]._mirrors]
     # Two versions, of which each machine has half.
     assert [512 * shared_memory.os.fstat(region.fd).st_blocks for region in regions] == [size, size]
