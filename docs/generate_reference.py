@@ -11,6 +11,7 @@ import contextlib
 import io
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -85,6 +86,7 @@ def _prometheus() -> Iterator[tuple[str, str, list[Any]]]:
     from quartet.config.loading import parse_config
     from quartet.gateway.http.request_metrics import GatewayMetrics
     from quartet.rpc.call_interceptors import CallMetrics
+    from quartet.services.environment.agents.servicer import AgentMetrics
     from quartet.services.orchestrator.control.progress import ProgressBoard
     from quartet.services.orchestrator.telemetry.run_metrics import RunMetrics
     from quartet.services.reward.sharing import RunUsage, SharingMetrics
@@ -98,6 +100,8 @@ def _prometheus() -> Iterator[tuple[str, str, list[Any]]]:
     yield "Model services", "", list(ServiceMetrics(list).collect())
     about = "A reward service with `services.reward.sharing` serves these for each run."
     yield "Shared reward service", about, list(SharingMetrics(lambda: [RunUsage("my", 0, 0, 0, 0.0)]).collect())
+    about = "An environment service with `environment.kind: agent` serves these, too."
+    yield "Agents", about, list(AgentMetrics(Counter).collect())
     config = parse_config(
         {
             "data": {"prompts": "p"},

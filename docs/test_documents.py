@@ -243,7 +243,8 @@ def _with_required_sections(example: dict[str, Any]) -> dict[str, Any]:
     validation = {} if "validation_set" in data else {"validation": "v"}
     required: dict[str, Any] = {"data": {**prompts, **validation}, "actor": {"model": "a"}}
     if "environment" in example:
-        required |= {"rollout": {"max_turns": 4}, "environment": {"class_name": "my_game:Game"}}
+        is_agent = example["environment"].get("kind") == "agent"
+        required |= {"rollout": {"max_turns": 4}, "environment": {} if is_agent else {"class_name": "my_game:Game"}}
     if example.get("reward", {}).get("source", "model") == "model":
         required["reward"] = {"model": "r"}
     return {name: required.get(name, {}) | example.get(name, {}) for name in {**required, **example}}

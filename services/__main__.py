@@ -385,7 +385,7 @@ def _environment(config: Config, threads: int, credentials: Credentials, observa
         from quartet.services.environment.agents.servicer import AgentMetrics, AgentServicer
 
         agents = AgentHost(config.environment, credentials.folder)
-        observability.registry.register(AgentMetrics(agents))
+        observability.registry.register(AgentMetrics(lambda: dict(agents.ended)))
         return [AgentServicer(agents, threads)]
     from quartet.data.chat_template import TemplateInputs
     from quartet.environments.host import EnvironmentHost

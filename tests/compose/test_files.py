@@ -338,7 +338,8 @@ def test_model_services_on_the_cpu_have_a_core_limit() -> None:
 def test_ports_and_paths_agree(tmp_path: Path) -> None:
     config = deployment(tmp_path, "ppo", "cpu", "tls")
     dockerfile = (ROOT / "docker/Dockerfile").read_text()
-    assert "EXPOSE 50051 9100 9101 8080" in dockerfile
+    assert "EXPOSE 50051 8090 9100 9101 8080" in dockerfile
+    assert config.environment.agent.listen == "0.0.0.0:8090"
     assert '"quartet.rpc.health", "127.0.0.1:9101"' in dockerfile
     published = SERVICES["gateway"]["environment"][PUBLISHED_ADDRESS_VARIABLE]
     assert SERVICES["gateway"]["ports"] == [f"{published}:8080"] == ["127.0.0.1:${QUARTET_PORT:-8080}:8080"]

@@ -49,7 +49,12 @@ FORBIDDEN_TEXT = ("\n", "Traceback", "metadata")
 """Text that callers must not see, or that gRPC returns instead of a response with too long a text."""
 LOW = 0.25
 """Weight of methods that write to disk, or have few fields to mutate."""
-WEIGHTS = {"Save": LOW, "Restore": LOW, "GetStatus": LOW, "Check": LOW, "Watch": LOW, "WatchProgress": LOW}
+HIGH = 4.0
+"""Weight of a method of which few mutated requests are valid."""
+WEIGHTS = {
+    **dict.fromkeys(("Save", "Restore", "GetStatus", "Check", "Watch", "WatchProgress"), LOW),
+    "UpdateWeights": HIGH,
+}
 STATUS_EVERY = 20
 """Requests between two status requests to a process."""
 CLEAN_EVERY = 500
@@ -94,7 +99,7 @@ class Campaign:
             Monitor(targets, lambda: sum(self.responses.values())) as monitor,
             ThreadPoolExecutor(len(targets)) as pool,
         ):
-            for future in [pool.submit(self._fuzz, target, plan[target.role]) for target in targets]:
+            for future in [pool.submit(self._fuzz, *each) for each in zip(targets, plan, strict=True)]:
                 future.result()
         self.slowest = monitor.slowest
         self.problems += monitor.problems
@@ -103,20 +108,20 @@ class Campaign:
             self.problems += leaks
         self.problems += [f"file outside the run directory: {path}" for path in self.environment.misplaced_files()]
 
-    def _plan(self) -> dict[Role, list[tuple[int, Method]]]:
+    def _plan(self) -> list[list[tuple[int, Method]]]:
         """Return the requests of each target: number and method."""
         offered = [
-            (target.role, method)
-            for target in self.environment.targets
+            (index, method)
+            for index, target in enumerate(self.environment.targets)
             for method in all_methods().values()
             if method.service in target.services
         ]
         weights = [WEIGHTS.get(method.name, 1.0) for _, method in offered]
-        plan: dict[Role, list[tuple[int, Method]]] = {target.role: [] for target in self.environment.targets}
+        plan: list[list[tuple[int, Method]]] = [[] for _ in self.environment.targets]
         # Every method gets at least one request.
         chosen = [*offered, *Random(self.seed).choices(offered, weights, k=max(0, self.requests - len(offered)))]
-        for number, (role, method) in enumerate(chosen):
-            plan[role].append((number, method))
+        for number, (index, method) in enumerate(chosen):
+            plan[index].append((number, method))
         return plan
 
     def _fuzz(self, target: Target, plan: list[tuple[int, Method]]) -> None:

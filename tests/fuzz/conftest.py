@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from quartet.buffer.connection import connect
+from quartet.config.environment import EnvironmentConfig
 from quartet.config.loading import parse_config
 from quartet.contract.status import MODEL_ROLES, Role
+from quartet.environments.agents import AgentHost
 from quartet.environments.host import EnvironmentHost
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
 from quartet.rpc.server import HostedRole, Server
+from quartet.services.environment.agents.servicer import AgentServicer
 from quartet.services.environment.servicer import EnvironmentServicer
 from quartet.services.generator.factory import build_generator
 from quartet.services.orchestrator.servicer import OrchestratorServicer
@@ -62,6 +65,10 @@ def environment(tmp_path: Path, redis_url: str) -> Iterator[FuzzEnvironment]:
         host = EnvironmentHost(played.environment, played.actor.model)
         stack.callback(host.close)
         result.targets.append(Target(Role.ENVIRONMENT, serve(stack, EnvironmentServicer(host, 1))))
+        agents = EnvironmentConfig.model_validate(
+            {"kind": "agent", "agent": {"command": ["true"], "timeout_seconds": 5}}
+        )
+        result.targets.append(Target(Role.ENVIRONMENT, serve(stack, AgentServicer(AgentHost(agents), 1))))
         live = config_tree(tmp_path, redis_url)
         live["run"]["name"] = LIVE
         services = stack.enter_context(fleet(parse_config(live, "test")))

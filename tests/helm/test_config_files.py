@@ -37,6 +37,11 @@ RUNS: dict[str, Values] = {
         "single-node-4-gpus", config__actor=LORA, config__reference={"model": "models/reference"}
     ),
     "environment": changed("cpu-kind", **TURNS),
+    "agents": changed(
+        "cpu-kind",
+        config__rollout__max_turns=3,
+        config__environment={"kind": "agent", "agent": {"url": "https://agents/run"}},
+    ),
     "distillation": changed(
         "single-node-4-gpus",
         config__algorithm={"estimator": "reinforce", "kl_coefficient": 0, "distillation": {}},

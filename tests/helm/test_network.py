@@ -18,7 +18,7 @@ ROLES = tuple(str(role) for role in Role)
 SHARED_SERVICES = ("quartet.v1.StatusService", "grpc.health.v1.Health")
 WEIGHTS = "quartet.v1.WeightService"
 BUFFER_USERS = ("actor", "critic", "generator", "orchestrator", "gateway")
-GRPC, METRICS, HEALTH, GATEWAY, ANY = 50051, 9100, 9101, 8080, 0
+GRPC, METRICS, HEALTH, GATEWAY, AGENTS, ANY = 50051, 9100, 9101, 8080, 8090, 0
 
 Edge = tuple[str, str, int]
 
@@ -41,6 +41,9 @@ def expected_edges(values: Values, components: dict[str, str]) -> set[Edge]:
         # The operator connects through kubectl. Only generators call each other. A reward calls services outside the release.
         if caller in components and (caller != role or method.startswith(WEIGHTS)) and caller != Role.REWARD
     }
+    if values["config"].get("environment", {}).get("kind") == "agent":
+        # Agents call the process that generates.
+        edges.add((components["environment"], components.get("generator", components["actor"]), AGENTS))
     port = 6379 if values.get("redis", {}).get("enabled", True) else 6380
     edges |= {(components[role], "redis", port) for role in BUFFER_USERS if role in components}
     has_monitor = values.get("monitoring", {}).get("serviceMonitor", {}).get("enabled")
@@ -140,6 +143,14 @@ CASES: dict[str, Values] = {
     **{
         f"environment, {name}": changed(
             name, config__rollout__max_turns=3, config__environment={"class_name": "my_game:Game"}
+        )
+        for name in ("cpu-kind", "vllm-generators")
+    },
+    **{
+        f"agents, {name}": changed(
+            name,
+            config__rollout__max_turns=3,
+            config__environment={"kind": "agent", "agent": {"command": ["node", "agent.js"]}},
         )
         for name in ("cpu-kind", "vllm-generators")
     },

@@ -196,6 +196,18 @@ component. By default the reference has the actor's model.
 {{- $found -}}
 {{- end -}}
 
+{{/* Components that serve the policy to agents of the environment, as a list of names: generators, or else the actor. */}}
+{{- define "quartet.agentEndpoints" -}}
+{{- $names := list -}}
+{{- $components := include "quartet.components" . | fromJson -}}
+{{- if eq (dig "environment" "kind" "class" .Values.config) "agent" -}}
+{{- range $name, $component := $components -}}
+{{- if or $component.generating (and (has "actor" $component.roles) (not $components.generator)) }}{{ $names = append $names $name }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- $names | toJson -}}
+{{- end -}}
+
 {{/* "true" if a language model judges responses. Its cache is in the folder of the run. */}}
 {{- define "quartet.hasJudge" -}}
 {{- $reward := default dict .Values.config.reward -}}

@@ -36,16 +36,21 @@
 {{- if .nodeDirectory }}{{ $_ := set $rollout "share_directory" "/quartet/sockets" }}{{ end -}}
 {{- $_ := set $found "rollout" $rollout -}}
 {{- end -}}
+{{- if include "quartet.agentEndpoints" . | fromJsonArray -}}
+{{- /* Agents get the address of the pod. */ -}}
+{{- $_ := set $found "environment" (dict "agent" (dict "listen" "0.0.0.0:8090")) -}}
+{{- end -}}
 {{- toYaml $found -}}
 {{- end -}}
 
 {{/* Refuse settings that the chart controls, even if it does not set them with these values. Null and an empty list are accepted. */}}
 {{- define "quartet.refuseOwned" -}}
 {{- $config := .Values.config -}}
-{{- $instead := dict "run" "storage.runs" "services" "components" "buffer" "redis" "security" "security" -}}
+{{- $instead := dict "run" "storage.runs" "services" "components" "buffer" "redis" "security" "security" "environment" "components" -}}
 {{- $_ := set $instead "gateway" "gateway, ingress and components.gateway.enabled" -}}
 {{- $_ := set $instead "timeouts" "components.NAME.drainSeconds" -}}
-{{- $owned := dict "buffer" $config.buffer "security" $config.security -}}
+{{- $agent := dig "environment" "agent" dict $config -}}
+{{- $owned := dict "buffer" $config.buffer "security" $config.security "environment.agent" (pick $agent "listen" "advertise") -}}
 {{- $_ := set $owned "run" (pick (default dict $config.run) "directory") -}}
 {{- $_ := set $owned "timeouts" (pick (default dict $config.timeouts) "drain_seconds") -}}
 {{- $free := empty .Values.gateway.maxRequestsPerSecond | ternary "max_requests_per_second" "" -}}

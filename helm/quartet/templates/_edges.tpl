@@ -26,6 +26,8 @@ Port 0 means all ports.
 {{- range $source, $other := $components -}}
 {{- if or (has "actor" $other.roles) $other.generating }}{{ $edges = append $edges (dict "from" $source "to" $name "port" 50051) }}{{ end -}}
 {{- end -}}
+{{- /* Agents call the policy. */ -}}
+{{- range include "quartet.agentEndpoints" $ | fromJsonArray }}{{ $edges = append $edges (dict "from" $name "to" . "port" 8090) }}{{ end -}}
 {{- end -}}
 {{- /* Rendezvous, gloo and NCCL between the pods of one group. gloo and NCCL listen on any free port. */ -}}
 {{- if gt (int $component.nodes) 1 }}{{ $edges = append $edges (dict "from" $name "to" $name "port" 0) }}{{ end -}}

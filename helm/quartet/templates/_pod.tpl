@@ -69,6 +69,9 @@ spec:
         - {name: grpc, containerPort: 50051}
         - {name: metrics, containerPort: 9100}
         - {name: health, containerPort: 9101}
+        {{- if has $component.name (include "quartet.agentEndpoints" $root | fromJsonArray) }}
+        - {name: agents, containerPort: 8090}
+        {{- end }}
         {{- end }}
         {{- if gt (int $component.nodes) 1 }}
         - {name: rendezvous, containerPort: {{ int $root.Values.workerGroups.port }}}

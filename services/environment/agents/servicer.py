@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -75,16 +75,17 @@ class AgentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
 class AgentMetrics(Collector):
     """Prometheus metrics of the runs of an agent."""
 
-    def __init__(self, host: AgentHost) -> None:
-        self._host = host
+    def __init__(self, ended: Callable[[], Mapping[Outcome, int]]) -> None:
+        """``ended`` returns the number of runs that have ended, by outcome."""
+        self._ended = ended
 
     def collect(self) -> Iterator[Metric]:
-        """Read the numbers of the host."""
+        """Read the numbers."""
         runs = CounterMetricFamily(
             "quartet_agent_runs", "Runs of the agent that have ended, by outcome.", labels=("outcome",)
         )
-        for outcome in Outcome:
-            runs.add_metric((outcome,), self._host.ended[outcome])
+        for outcome, count in self._ended().items():
+            runs.add_metric((outcome,), count)
         yield runs
 
 

@@ -277,7 +277,8 @@ def _environment_service(config: Config) -> Iterator[Finding]:
         return
     address, environment = config.services.environment.address, config.environment
     if address is None:
-        yield Finding("ok", "environment", f"{environment.class_name} in {environment.num_workers} worker processes")
+        name = environment.agent.name if config.has_agents else environment.class_name
+        yield Finding("ok", "environment", f"{name} in {environment.num_workers} worker processes")
     else:
         responds = accepts_connections(address)
         seen = f"{address} responds" if responds else f"no service responds at {address}; start it"

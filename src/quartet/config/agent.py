@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator
 
@@ -66,6 +67,13 @@ class AgentConfig(Section):
     def kind(self) -> str:
         """Name of the setting that names the agent; "" if none does."""
         return next((name for name in ("command", "url", "function") if getattr(self, name) is not None), "")
+
+    @property
+    def name(self) -> str:
+        """Name of the agent for logs, the status and messages. Arguments of a command and paths of a URL may be secret."""
+        if self.command is not None:
+            return f"agent {Path(self.command[0]).name}"
+        return f"agent {self.function}" if self.url is None else f"agent at {urlsplit(self.url).netloc}"
 
     @field_validator("command")
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -22,6 +23,13 @@ MAX_LINE_BYTES = 64 * 1024
 MAX_LOGGED_BYTES = 256 * 1024
 """Maximum bytes of the output of one run that are logged."""
 HINT = "; the last line of its standard error is left out because it may quote a response: set environment.quote_texts: true"
+
+
+def command_problem(command: Sequence[str]) -> str:
+    """Return why a command cannot be started, or "" if it can."""
+    if shutil.which(command[0]) is None:
+        return f"no such program in {Path.cwd()} or in PATH; correct the name, or install it"
+    return ""
 
 
 async def run_command(command: Sequence[str], run: Mapping[str, Any], quotes: bool) -> Result:

@@ -10,9 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from shutil import which
 from typing import Any
-from urllib.parse import urlsplit
 
 import structlog
 
@@ -20,6 +18,7 @@ from quartet.config.environment import EnvironmentConfig
 from quartet.contract.agent import AgentResult, AgentRun, without_keys
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import Outcome
+from quartet.environments.agent_command import command_problem
 from quartet.environments.agent_results import Result
 from quartet.environments.agent_worker import AgentWorker
 from quartet.environments.relay import Relay
@@ -59,12 +58,9 @@ class AgentHost:
         agent = config.agent
         if not agent.kind:
             raise ConfigError("environment.agent: names no agent; give one of command, url and function")
-        self._agent, self._name = agent, agent_name(config)
-        if agent.command is not None and which(agent.command[0]) is None:
-            raise ConfigError(
-                f"environment.agent.command {agent.command[0]}: no such program in {Path.cwd()} or in PATH; correct the name, or "
-                "install it"
-            )
+        self._agent, self._name = agent, agent.name
+        if agent.command is not None and (problem := command_problem(agent.command)):
+            raise ConfigError(f"environment.agent.command {agent.command[0]}: {problem}")
         self._lock = threading.Lock()
         self._free = threading.BoundedSemaphore(agent.max_concurrent)
         self._running: set[RunningAgent] = set()
@@ -213,16 +209,6 @@ class RunningAgent:
             return AgentResult(result.get("reward"), logged=logged)
         detail = without_keys(f"{self._host.status().model}: {result['detail']}", self._key)
         return AgentResult(outcome=outcome, detail=detail, logged=logged)
-
-
-def agent_name(config: EnvironmentConfig) -> str:
-    """Return a name of the agent for logs, the status and messages. Arguments and paths of URLs may be secret."""
-    agent = config.agent
-    if agent.command is not None:
-        return f"agent {Path(agent.command[0]).name}"
-    if agent.url is not None:
-        return f"agent at {urlsplit(agent.url).netloc}"
-    return f"agent {agent.function}"
 
 
 def _text(path: Path | None) -> str | None:

@@ -13,6 +13,7 @@ from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.data.prompt_cache import set_contents
 from quartet.errors import ConfigError
+from quartet.preflight.agents import check_agent
 from quartet.preflight.best_metric import check_best_metric
 from quartet.preflight.contents import check_contents
 from quartet.preflight.findings import Finding, collect, has_error
@@ -94,6 +95,7 @@ def check_inputs(
             for name, address in addresses.items():
                 if address is not None:
                     found += collect(check_port, f"services.{role}.{name}", address)
+    found += collect(check_agent, config)
     found += collect(check_generators, config)
     found += collect(check_best_metric, config)
     # Processes that import libraries come last, because they take seconds, and prompts minutes.

@@ -18,6 +18,7 @@ from quartet.config.root import Config
 from quartet.data.prompt_datasets import cached_rows_file
 from quartet.data.prompt_lines import iterate_prompts
 from quartet.data.prompt_settings import PromptSettings
+from quartet.environments.agent_child import PARAMETERS
 from quartet.errors import ConfigError, QuartetError
 from quartet.preflight.checking_process import checking_process
 from quartet.preflight.findings import Finding
@@ -39,6 +40,8 @@ ALGORITHM_ARGUMENTS = ("inputs",)
 """Arguments of an estimator and of a policy loss."""
 ENVIRONMENT_CHECK = "quartet.environments.host_child:unusable_reason"
 """Callable that says why a class has no environments, as it does in the service."""
+AGENT_CHECK = "quartet.environments.agent_child:unusable_reason"
+"""The same for a function that is an agent."""
 IMPORT_SECONDS = 60.0
 """Maximum seconds to import the module of a function."""
 
@@ -75,6 +78,10 @@ def named_functions(config: Config) -> dict[str, FunctionCall]:
     if config.environment.class_name is not None and config.services.environment.address is None:
         functions["environment.class_name"] = FunctionCall(
             config.environment.class_name, keywords=tuple(config.environment.arguments), check=ENVIRONMENT_CHECK
+        )
+    if config.environment.agent.function is not None and config.services.environment.address is None:
+        functions["environment.agent.function"] = FunctionCall(
+            config.environment.agent.function, keywords=PARAMETERS, check=AGENT_CHECK
         )
     return functions
 

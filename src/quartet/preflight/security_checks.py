@@ -132,6 +132,8 @@ def _files(config: Config) -> dict[str, Path]:
         server = getattr(config.rollout, section)
         if server is not None:
             results[f"rollout.{section}.api_key_file"] = server.api_key_file
+    if config.has_agents and config.services.environment.address is None:
+        results["environment.agent.api_key_file"] = config.environment.agent.api_key_file
     if config.services.reward.address is None:
         for key, source in config.reward.sources.items():
             for name, scorer in (("http", source.http), ("judge", source.judge)):
