@@ -352,7 +352,7 @@ class WeightTransferInfo(Model):
     source: str
     """Role and HOST:PORT of the process that sent them; empty if the generator held them already."""
     bytes: int
-    """Compressed bytes that were received; 0 by shared memory."""
+    """Compressed bytes that were received; 0 by shared memory and by CUDA IPC."""
     way: TransferWay
     """How they came. delta: only differences to the version before were sent. held: the generator had them already."""
     transfer_seconds: float

@@ -27,7 +27,7 @@ class UpdateLimits:
     ``max_sequence_tokens``: prompt and response of the longest sequence. ``num_sharers``: model services on the same device,
     including this one. ``share``: share of this service in its GPU, if the sizes of all models on it are known.
     ``max_micro_batch_tokens``: upper limit of the default micro-batch size. ``cache``: bytes that the generation engine keeps on
-    the same GPU, for the rows and columns of ``cache_shape``. ``copy``: bytes of weights that an engine there will load.
+    the same GPU, for the rows and columns of ``cache_shape``. ``copy``: bytes of weights that are added there later.
     """
 
     max_sequence_tokens: int

@@ -34,6 +34,7 @@ from quartet.planner.memory_shares import (
     generates_on_its_device,
     gpu_share,
     role_memory,
+    shares_gpu_memory,
     torch_cache_bytes,
 )
 from quartet.rewards.factory import build_reward
@@ -53,6 +54,7 @@ from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
 from quartet.services.reward.sharing import SharedTurns
 from quartet.system.failpoints import failpoint
+from quartet.weight_transfer.cuda_ipc import cuda_runtime
 from quartet.weight_transfer.process_group import GroupSenders, GroupSettings, group_settings
 from quartet.weight_transfer.shared_memory import machine
 from quartet.weight_transfer.slices import SliceWriter
@@ -135,6 +137,9 @@ def _build_actor(
             writer=writer,
             directory=rollout.share_directory,
             senders=None if groups is None else GroupSenders(groups) if writer is None else writer.senders,
+            cuda=None
+            if hosts or workers.size > 1
+            else cuda_runtime(config, device_of_rank(config.services.actor, workers.rank)),
         )
         if (ahead if hosts else not workers.rank) and not shares
         else None
@@ -269,7 +274,7 @@ def limits_of(config: Config, role: Role, rank: int = 0) -> UpdateLimits:
     """Return the limits of a role's updates in this run, in one of its ranks."""
     on_gpu = bool(getattr(config.services, role).devices)
     generates = on_gpu and role is Role.ACTOR and generates_on_its_device(config)
-    memory = role_memory(config, role) if generates else None
+    memory = role_memory(config, role) if generates or (role is Role.ACTOR and shares_gpu_memory(config)) else None
     return UpdateLimits(
         max_sequence_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         trains_entropy=config.algorithm.trains_entropy,

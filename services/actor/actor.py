@@ -200,6 +200,8 @@ class Actor(TrainableModel):
             # A copy from a device does not use the processor, which hashes meanwhile. Only this thread takes part in a group.
             ahead = self._device != "cpu" and self._workers.size == 1
             self._source.publish(version, on_host, adapter_settings(self._adapter), run, ahead)
+            if self._device != "cpu":
+                self._source.copy_on_device(named_weights(self._model, self._adapter))
         elif self._generator is not None:
             self._last_copy = None
             self._last_copy = self._generator.copy(version, tensors)

@@ -21,6 +21,7 @@ from quartet.rpc.security.credentials import Credentials
 from quartet.services.generator.episodes import EnvironmentAccess
 from quartet.services.generator.generator import Generator
 from quartet.services.generator.servicer import GeneratorServicer
+from quartet.weight_transfer.cuda_ipc import cuda_runtime
 from quartet.weight_transfer.messages import WeightPeer
 from quartet.weight_transfer.process_group import group_settings
 from quartet.weight_transfer.receiver import WeightMirror
@@ -53,6 +54,7 @@ def build_generator(
         shares=rollout.share_weights,
         directory=rollout.share_directory,
         group=group_settings(config, device if device is None or rollout.engine == "torch" else 0),
+        cuda=cuda_runtime(config, device) if rollout.engine == "torch" else None,
     )
     updates = ComputeThread() if rollout.in_flight_updates else None
     return GeneratorServicer(generator, compute, threads, monitor.is_lost, mirror, WeightClients(credentials), updates)

@@ -25,6 +25,7 @@ from quartet.weight_transfer.messages import (
     MAX_ENCODED_BYTES,
     MAX_TENSORS,
     Chunk,
+    DeviceRegion,
     Encoding,
     Manifest,
     WeightGroup,
@@ -290,6 +291,9 @@ def test_a_malformed_request_is_refused_and_a_valid_one_succeeds(case: str, netw
     assert len(list(client.get_weights(WeightsRequest(RUN, 0), timeout=20))) > 1
 
 
+REGIONS = [weights_pb2.SharedRegion(pid=1, fd=2, num_bytes=8)]
+
+
 def manifest_with(**fields: Any) -> weights_pb2.GetWeightsResponse:
     """Return a valid manifest of one tensor, with other fields."""
     tensors = [weights_pb2.WeightTensor(name="w", dtype=weights_pb2.WEIGHT_TYPE_F32, shape=[2], digest=bytes(16))]
@@ -332,6 +336,11 @@ RESPONSES: dict[str, tuple[weights_pb2.GetWeightsResponse, str]] = {
         manifest_with(regions=[weights_pb2.SharedRegion(socket=f"../weights-{'0' * 32}")]),
         "regions.socket '../weights-0000",
     ),
+    "a handle of another size": (
+        manifest_with(regions=REGIONS, device=weights_pb2.DeviceRegion(handle=bytes(63))),
+        "device: expected a handle of 64 bytes, with regions, got 63 bytes and 1 regions",
+    ),
+    "a handle without regions": (manifest_with(device=weights_pb2.DeviceRegion(handle=bytes(64))), "and 0 regions"),
     "no chunks": (chunk_with(0), "expected at least one"),
     "an unknown encoding": (chunk_with(encoding=9), "encoding 9: unknown"),
     "an empty chunk": (chunk_with(data=b""), "expected 1 to"),
@@ -360,6 +369,12 @@ def test_the_samples_of_malformed_responses_are_otherwise_valid() -> None:
     assert isinstance(weights_from_bytes(manifest_with().SerializeToString()), Manifest)
     assert isinstance(weights_from_bytes(tensor_with().SerializeToString()), Manifest)
     assert weights_from_bytes(chunk_with().SerializeToString())
+    device = DeviceRegion(bytes(range(64)), 2**21)
+    message = manifest_with(regions=REGIONS, device=weights_pb2.DeviceRegion(handle=device.handle, num_bytes=2**21))
+    manifest = weights_from_bytes(message.SerializeToString())
+    assert isinstance(manifest, Manifest)
+    assert manifest.device == device
+    assert weights_from_bytes(weights_to_bytes(manifest)) == manifest
 
 
 def test_chunks_are_written_and_read_in_the_format_of_protobuf() -> None:

@@ -126,7 +126,7 @@ def test_only_a_few_parts_import_torch_transformers_or_pickle() -> None:
         "quartet.planner",  # Only to build models without weights, see below.
         "quartet.services.orchestrator",
         "quartet.services.roles",
-        "quartet.weight_transfer",  # Only for process groups, see below.
+        "quartet.weight_transfer",  # Only for process groups and on a GPU, see below.
     }
     assert importers("torch") <= direct
     assert importers("transformers") <= {"quartet.models", "quartet.demo", "quartet.planner"}
@@ -137,5 +137,9 @@ def test_only_a_few_parts_import_torch_transformers_or_pickle() -> None:
         for imported, _ in imports(name)
         if imported == "torch"
     }
-    assert single == {"quartet.planner.meta_model", "quartet.weight_transfer.process_group"}
+    assert single == {
+        "quartet.planner.meta_model",
+        "quartet.weight_transfer.cuda_ipc",
+        "quartet.weight_transfer.process_group",
+    }
     assert importers("pickle", "cloudpickle", "dill") == set()

@@ -216,5 +216,8 @@ def transfer_metrics(transfers: Sequence[WeightTransfer]) -> dict[str, float]:
     return {
         "weight_update_bytes": sum(each.bytes for each in transfers),
         "weight_update_seconds": max(seconds, default=0.0),
-        **{f"weight_transfers_{way.replace(' ', '_')}": sum(each.way == way for each in transfers) for way in ways},
+        **{
+            f"weight_transfers_{way.lower().replace(' ', '_')}": sum(each.way == way for each in transfers)
+            for way in ways
+        },
     }

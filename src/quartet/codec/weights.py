@@ -10,6 +10,7 @@ from quartet.errors import InvalidRequest
 from quartet.v1 import weights_pb2
 from quartet.weight_transfer.descriptors import SOCKET_NAME
 from quartet.weight_transfer.messages import (
+    HANDLE_BYTES,
     MAX_DIMENSIONS,
     MAX_ENCODED_BYTES,
     MAX_LINKS,
@@ -168,6 +169,11 @@ def _manifest(message: weights_pb2.WeightManifest) -> Manifest:
         raise InvalidRequest(f"ranks: expected at most {MAX_RANKS}, got {len(message.ranks)}")
     if any(not len(rank.tensors) == len(rank.begins) == len(rank.sizes) for rank in message.ranks):
         raise InvalidRequest("ranks: expected equally many tensors, begins and sizes")
+    if message.HasField("device") and (not count or len(message.device.handle) != HANDLE_BYTES):
+        raise InvalidRequest(
+            f"device: expected a handle of {HANDLE_BYTES} bytes, with regions, got {len(message.device.handle)} bytes and "
+            f"{count} regions"
+        )
     manifest = from_message(Manifest, message, layouts=layouts, digests=digests, places=places)
     within(manifest, "", 1, MAX_LINKS, "num_links")
     return manifest

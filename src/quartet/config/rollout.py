@@ -275,6 +275,9 @@ class RolloutConfig(Section):
     share_directory: Path | None = None
     """Directory that actor and generators see, for those in different containers of one machine: sockets in it give access to the
     memory. Null: the memory is found in /proc, so they need one namespace of processes."""
+    share_gpu_memory: bool = False
+    """Keep each new policy once more in the memory of the actor's GPU. Generators with engine torch, on this or another GPU of
+    the machine, copy it from there (CUDA IPC). Needs share_weights and an actor on one GPU. It has not run on a GPU."""
     process_group: Literal["none", "gloo", "nccl"] = "none"
     """Send each new policy through process groups of torch: gloo between CPUs, nccl between GPUs of one fabric. Each rank of an
     actor sends what it holds. Neither encrypts or authenticates. If one fails, and with none, gRPC sends the policy."""

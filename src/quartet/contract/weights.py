@@ -62,8 +62,9 @@ class SavedFile:
     sha256: str
 
 
-TransferWay = Literal["shared memory", "process group", "delta", "full", "held"]
-"""How weights reach a generator. delta: as the differences to the version before. held: it had them already."""
+TransferWay = Literal["CUDA IPC", "shared memory", "process group", "delta", "full", "held"]
+"""How weights reach a generator. CUDA IPC: by shared memory and by memory of a GPU, from which the engine copies. delta: as the
+differences to the version before. held: it had them already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,6 +244,11 @@ def actor_generation_memory(
     return {"KV cache": cache, "generation copy": copy}
 
 
+def shared_copy_memory(work: RoleWork) -> Parts:
+    """Return the memory of the copy that an actor keeps for generators, see rollout.share_gpu_memory."""
+    return {"generation copy": work.dtype_bytes * work.parameters}
+
+
 def context_bytes(device: Device, parallel: Parallel) -> float:
     """Return the bytes that a process needs besides its tensors."""
     if device.is_cpu:

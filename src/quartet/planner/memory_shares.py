@@ -41,7 +41,7 @@ class RoleMemory:
     """Bytes that a process of a role holds between calls, and the number of the role's parameters.
 
     ``state``: master weights, gradients and AdamW's moments. ``cache``: buffers and graphs of the torch engine. ``copy``: weights
-    of an engine that does not share those of the trained model.
+    besides those of the trained model, of an engine or for generators.
     """
 
     parameters: int
@@ -104,7 +104,7 @@ def role_memory(config: Config, role: Role) -> RoleMemory | None:
     if len(known) < len(memories) or not known:
         return None
     generates = role is Role.GENERATOR or (role is Role.ACTOR and generates_on_its_device(config))
-    copies = role is Role.ACTOR and generates and generates_in_actor(config)
+    copies = role is Role.ACTOR and ((generates and generates_in_actor(config)) or shares_gpu_memory(config))
     offloaded = role in TRAINED_ROLES and getattr(config.services, role).offload.parameters
     return RoleMemory(
         parameters=sum(memory.parameters for memory in known),
@@ -162,6 +162,13 @@ def _memory_of_files(config: Config, role: Role, model: str, size: int, on_gpu: 
 def generates_on_its_device(config: Config) -> bool:
     """Return whether the actor generates with the torch engine on the GPU that it trains on."""
     return config.rollout.engine == "torch" and not config.has_generators
+
+
+def shares_gpu_memory(config: Config) -> bool:
+    """Return whether the actor keeps a copy of the policy on its GPU for generators."""
+    rollout, parallel = config.rollout, configured_parallel(config, Role.ACTOR)
+    is_on_one_gpu = bool(config.services.actor.devices) and parallel.devices == 1
+    return rollout.share_gpu_memory and rollout.share_weights and config.has_generators and is_on_one_gpu
 
 
 def torch_cache_bytes(config: Config, on_gpu: bool = True) -> int:

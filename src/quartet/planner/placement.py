@@ -15,6 +15,7 @@ from quartet.planner.device_memory import (
     add_parts,
     frozen_memory,
     generator_memory,
+    shared_copy_memory,
     trained_memory,
 )
 from quartet.planner.gpus import Cluster
@@ -325,6 +326,8 @@ def _trained(
     memory = trained_memory(work, load, cluster.device, parallel, tokens, checkpointing, strategy.offload)
     if work.role is Role.ACTOR and layout.generators is None and load.generates:
         memory = add_parts(memory, actor_generation_memory(work, load, cluster.device, parallel, concurrent))
+    elif work.role is Role.ACTOR and load.shares_gpu_memory and parallel.devices == 1 and not cluster.device.is_cpu:
+        memory = add_parts(memory, shared_copy_memory(work))
     return replace(placement, memory=memory, tokens=tokens, checkpointing=checkpointing, offload=strategy.offload)
 
 

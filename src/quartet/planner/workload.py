@@ -73,6 +73,7 @@ class Workload:
     off_policy: int
     process_group: str = "none"
     shares_weights: bool = True
+    shares_gpu_memory: bool = False
     remote: tuple[str, ...] = ()
 
     @property
@@ -142,6 +143,7 @@ def read_workload(
         off_policy=config.rollout.max_off_policy_steps,
         process_group=config.rollout.process_group,
         shares_weights=config.rollout.share_weights,
+        shares_gpu_memory=config.rollout.share_weights and config.rollout.share_gpu_memory,
         remote=tuple(dict.fromkeys(remote)),
     )
 

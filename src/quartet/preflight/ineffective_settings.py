@@ -125,9 +125,15 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
             )
     if not config.has_generators:
         reason = "the actor generates, and its engine has the weights"
-        yield "rollout", ("share_weights", "share_directory", "process_group"), reason
+        yield "rollout", ("share_weights", "share_directory", "share_gpu_memory", "process_group"), reason
     elif not config.rollout.share_weights:
-        yield "rollout", ("share_directory",), "rollout.share_weights is false"
+        yield "rollout", ("share_directory", "share_gpu_memory"), "rollout.share_weights is false"
+    elif config.rollout.engine != "torch":
+        yield "rollout", ("share_gpu_memory",), f"engine {config.rollout.engine} reads weights from the host"
+    elif config.services.actor.address is None and len(config.services.actor.devices) != 1:
+        yield "rollout", ("share_gpu_memory",), "services.actor.devices does not name one GPU"
+    elif config.rollout.generators and not config.services.generator.devices:
+        yield "rollout", ("share_gpu_memory",), "services.generator.devices is empty, so generators use the CPU"
 
 
 def _given(config: Config, path: str, names: tuple[str, ...]) -> list[str]:

@@ -112,7 +112,7 @@ class ServiceMetrics(Collector):
         )
         yield _by_role(
             "quartet_weight_transfer_bytes",
-            "Compressed bytes of the last transfer of weights into a generator; 0 by shared memory.",
+            "Compressed bytes of the last transfer of weights into a generator; 0 by shared memory and CUDA IPC.",
             statuses,
             lambda status: status.last_transfer.bytes if status.last_transfer else None,
         )

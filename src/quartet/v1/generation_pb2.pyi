@@ -381,10 +381,10 @@ class WeightTransfer(_message.Message):
     source: _builtins.str
     """Role and HOST:PORT of the source: "actor at HOST:PORT". Empty if the generator held the weights already."""
     bytes: _builtins.int
-    """Bytes received, compressed. 0 by shared memory."""
+    """Bytes received, compressed. 0 by shared memory and by CUDA IPC."""
     way: _builtins.str
-    """How they came: "shared memory", "process group", "delta" (only differences to the version before were sent), "full", or "held" if the generator
-    had them already.
+    """How they came: "CUDA IPC", "shared memory", "process group", "delta" (only differences to the version before were sent), "full",
+    or "held" if the generator had them already.
     """
     transfer_seconds: _builtins.float
     """Seconds to receive and verify the weights."""

@@ -24,37 +24,39 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quartet/v1/weights.proto\x12\nquartet.v1\"\xe0\x01\n\x11GetWeightsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x19\n\x0chave_version\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0bhave_digest\x18\x05 \x01(\x0c\x12\x14\n\x0cwait_seconds\x18\x06 \x01(\x01\x12\x0f\n\x07machine\x18\x07 \x01(\t\x12+\n\x05group\x18\x08 \x01(\x0b\x32\x17.quartet.v1.WeightGroupH\x01\x88\x01\x01\x42\x0f\n\r_have_versionB\x08\n\x06_group\":\n\x0bWeightGroup\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\"<\n\nRankSlices\x12\x0f\n\x07tensors\x18\x01 \x03(\r\x12\x0e\n\x06\x62\x65gins\x18\x02 \x03(\x04\x12\r\n\x05sizes\x18\x03 \x03(\x04\"J\n\x0cSharedRegion\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06socket\x18\x04 \x01(\t\"\x82\x01\n\x0cWeightTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x05\x64type\x18\x02 \x01(\x0e\x32\x16.quartet.v1.WeightType\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x0e\n\x06region\x18\x05 \x01(\r\x12\x0e\n\x06offset\x18\x06 \x01(\x04\"D\n\rWeightAdapter\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05\x61lpha\x18\x02 \x01(\x01\x12\x16\n\x0etarget_modules\x18\x03 \x03(\t\"\xd2\x02\n\x0eWeightManifest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12)\n\x07tensors\x18\x04 \x03(\x0b\x32\x18.quartet.v1.WeightTensor\x12*\n\x07\x61\x64\x61pter\x18\x05 \x01(\x0b\x32\x19.quartet.v1.WeightAdapter\x12\x19\n\x0c\x62\x61se_version\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tnum_links\x18\x07 \x01(\r\x12\x12\n\ndata_bytes\x18\x08 \x01(\x04\x12)\n\x07regions\x18\t \x03(\x0b\x32\x18.quartet.v1.SharedRegion\x12\x16\n\x0e\x64igest_version\x18\n \x01(\r\x12%\n\x05ranks\x18\x0b \x03(\x0b\x32\x16.quartet.v1.RankSlicesB\x0f\n\r_base_version\"g\n\x0bWeightChunk\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12+\n\x08\x65ncoding\x18\x03 \x01(\x0e\x32\x19.quartet.v1.ChunkEncoding\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"7\n\x0cWeightChunks\x12\'\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x17.quartet.v1.WeightChunk\"{\n\x12GetWeightsResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1a.quartet.v1.WeightManifestH\x00\x12*\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x18.quartet.v1.WeightChunksH\x00\x42\t\n\x07\x63ontent*i\n\nWeightType\x12\x1b\n\x17WEIGHT_TYPE_UNSPECIFIED\x10\x00\x12\x13\n\x0fWEIGHT_TYPE_F32\x10\x01\x12\x14\n\x10WEIGHT_TYPE_BF16\x10\x02\x12\x13\n\x0fWEIGHT_TYPE_F16\x10\x03*\x85\x01\n\rChunkEncoding\x12\x1e\n\x1a\x43HUNK_ENCODING_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43HUNK_ENCODING_RAW\x10\x01\x12\x1d\n\x19\x43HUNK_ENCODING_XOR_PLANES\x10\x02\x12\x1d\n\x19\x43HUNK_ENCODING_XOR_SPARSE\x10\x03\x32^\n\rWeightService\x12M\n\nGetWeights\x12\x1d.quartet.v1.GetWeightsRequest\x1a\x1e.quartet.v1.GetWeightsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quartet/v1/weights.proto\x12\nquartet.v1\"\xf7\x01\n\x11GetWeightsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x19\n\x0chave_version\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0bhave_digest\x18\x05 \x01(\x0c\x12\x14\n\x0cwait_seconds\x18\x06 \x01(\x01\x12\x0f\n\x07machine\x18\x07 \x01(\t\x12+\n\x05group\x18\x08 \x01(\x0b\x32\x17.quartet.v1.WeightGroupH\x01\x88\x01\x01\x12\x15\n\ropens_handles\x18\t \x01(\x08\x42\x0f\n\r_have_versionB\x08\n\x06_group\":\n\x0bWeightGroup\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\"<\n\nRankSlices\x12\x0f\n\x07tensors\x18\x01 \x03(\r\x12\x0e\n\x06\x62\x65gins\x18\x02 \x03(\x04\x12\r\n\x05sizes\x18\x03 \x03(\x04\"J\n\x0cSharedRegion\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06socket\x18\x04 \x01(\t\"1\n\x0c\x44\x65viceRegion\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"\x82\x01\n\x0cWeightTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x05\x64type\x18\x02 \x01(\x0e\x32\x16.quartet.v1.WeightType\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x0e\n\x06region\x18\x05 \x01(\r\x12\x0e\n\x06offset\x18\x06 \x01(\x04\"D\n\rWeightAdapter\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05\x61lpha\x18\x02 \x01(\x01\x12\x16\n\x0etarget_modules\x18\x03 \x03(\t\"\x8c\x03\n\x0eWeightManifest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12)\n\x07tensors\x18\x04 \x03(\x0b\x32\x18.quartet.v1.WeightTensor\x12*\n\x07\x61\x64\x61pter\x18\x05 \x01(\x0b\x32\x19.quartet.v1.WeightAdapter\x12\x19\n\x0c\x62\x61se_version\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tnum_links\x18\x07 \x01(\r\x12\x12\n\ndata_bytes\x18\x08 \x01(\x04\x12)\n\x07regions\x18\t \x03(\x0b\x32\x18.quartet.v1.SharedRegion\x12\x16\n\x0e\x64igest_version\x18\n \x01(\r\x12%\n\x05ranks\x18\x0b \x03(\x0b\x32\x16.quartet.v1.RankSlices\x12-\n\x06\x64\x65vice\x18\x0c \x01(\x0b\x32\x18.quartet.v1.DeviceRegionH\x01\x88\x01\x01\x42\x0f\n\r_base_versionB\t\n\x07_device\"g\n\x0bWeightChunk\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12+\n\x08\x65ncoding\x18\x03 \x01(\x0e\x32\x19.quartet.v1.ChunkEncoding\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"7\n\x0cWeightChunks\x12\'\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x17.quartet.v1.WeightChunk\"{\n\x12GetWeightsResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1a.quartet.v1.WeightManifestH\x00\x12*\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x18.quartet.v1.WeightChunksH\x00\x42\t\n\x07\x63ontent*i\n\nWeightType\x12\x1b\n\x17WEIGHT_TYPE_UNSPECIFIED\x10\x00\x12\x13\n\x0fWEIGHT_TYPE_F32\x10\x01\x12\x14\n\x10WEIGHT_TYPE_BF16\x10\x02\x12\x13\n\x0fWEIGHT_TYPE_F16\x10\x03*\x85\x01\n\rChunkEncoding\x12\x1e\n\x1a\x43HUNK_ENCODING_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43HUNK_ENCODING_RAW\x10\x01\x12\x1d\n\x19\x43HUNK_ENCODING_XOR_PLANES\x10\x02\x12\x1d\n\x19\x43HUNK_ENCODING_XOR_SPARSE\x10\x03\x32^\n\rWeightService\x12M\n\nGetWeights\x12\x1d.quartet.v1.GetWeightsRequest\x1a\x1e.quartet.v1.GetWeightsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WEIGHTTYPE']._serialized_start=1296
-  _globals['_WEIGHTTYPE']._serialized_end=1401
-  _globals['_CHUNKENCODING']._serialized_start=1404
-  _globals['_CHUNKENCODING']._serialized_end=1537
+  _globals['_WEIGHTTYPE']._serialized_start=1428
+  _globals['_WEIGHTTYPE']._serialized_end=1533
+  _globals['_CHUNKENCODING']._serialized_start=1536
+  _globals['_CHUNKENCODING']._serialized_end=1669
   _globals['_GETWEIGHTSREQUEST']._serialized_start=41
-  _globals['_GETWEIGHTSREQUEST']._serialized_end=265
-  _globals['_WEIGHTGROUP']._serialized_start=267
-  _globals['_WEIGHTGROUP']._serialized_end=325
-  _globals['_RANKSLICES']._serialized_start=327
-  _globals['_RANKSLICES']._serialized_end=387
-  _globals['_SHAREDREGION']._serialized_start=389
-  _globals['_SHAREDREGION']._serialized_end=463
-  _globals['_WEIGHTTENSOR']._serialized_start=466
-  _globals['_WEIGHTTENSOR']._serialized_end=596
-  _globals['_WEIGHTADAPTER']._serialized_start=598
-  _globals['_WEIGHTADAPTER']._serialized_end=666
-  _globals['_WEIGHTMANIFEST']._serialized_start=669
-  _globals['_WEIGHTMANIFEST']._serialized_end=1007
-  _globals['_WEIGHTCHUNK']._serialized_start=1009
-  _globals['_WEIGHTCHUNK']._serialized_end=1112
-  _globals['_WEIGHTCHUNKS']._serialized_start=1114
-  _globals['_WEIGHTCHUNKS']._serialized_end=1169
-  _globals['_GETWEIGHTSRESPONSE']._serialized_start=1171
-  _globals['_GETWEIGHTSRESPONSE']._serialized_end=1294
-  _globals['_WEIGHTSERVICE']._serialized_start=1539
-  _globals['_WEIGHTSERVICE']._serialized_end=1633
+  _globals['_GETWEIGHTSREQUEST']._serialized_end=288
+  _globals['_WEIGHTGROUP']._serialized_start=290
+  _globals['_WEIGHTGROUP']._serialized_end=348
+  _globals['_RANKSLICES']._serialized_start=350
+  _globals['_RANKSLICES']._serialized_end=410
+  _globals['_SHAREDREGION']._serialized_start=412
+  _globals['_SHAREDREGION']._serialized_end=486
+  _globals['_DEVICEREGION']._serialized_start=488
+  _globals['_DEVICEREGION']._serialized_end=537
+  _globals['_WEIGHTTENSOR']._serialized_start=540
+  _globals['_WEIGHTTENSOR']._serialized_end=670
+  _globals['_WEIGHTADAPTER']._serialized_start=672
+  _globals['_WEIGHTADAPTER']._serialized_end=740
+  _globals['_WEIGHTMANIFEST']._serialized_start=743
+  _globals['_WEIGHTMANIFEST']._serialized_end=1139
+  _globals['_WEIGHTCHUNK']._serialized_start=1141
+  _globals['_WEIGHTCHUNK']._serialized_end=1244
+  _globals['_WEIGHTCHUNKS']._serialized_start=1246
+  _globals['_WEIGHTCHUNKS']._serialized_end=1301
+  _globals['_GETWEIGHTSRESPONSE']._serialized_start=1303
+  _globals['_GETWEIGHTSRESPONSE']._serialized_end=1426
+  _globals['_WEIGHTSERVICE']._serialized_start=1671
+  _globals['_WEIGHTSERVICE']._serialized_end=1765
 # @@protoc_insertion_point(module_scope)

@@ -95,6 +95,7 @@ class GetWeightsRequest(_message.Message):
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     MACHINE_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    OPENS_HANDLES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     version: _builtins.int
@@ -112,6 +113,8 @@ class GetWeightsRequest(_message.Message):
     sockets "BOOT_ID dir:[DEVICE:INODE] UID". If it is that of the service, the service may answer with regions of shared memory.
     Empty for a caller that wants chunks.
     """
+    opens_handles: _builtins.bool
+    """The caller has a GPU, and also opens memory of one by CUDA's handles. Only with machine."""
     @_builtins.property
     def group(self) -> Global___WeightGroup:
         """Where the caller waits for the ranks of the service, if it can also receive through a process group."""
@@ -127,10 +130,11 @@ class GetWeightsRequest(_message.Message):
         wait_seconds: _builtins.float = ...,
         machine: _builtins.str = ...,
         group: Global___WeightGroup | None = ...,
+        opens_handles: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_have_version", b"_have_version", "group", b"group", "have_version", b"have_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_have_version", b"_have_version", "digest", b"digest", "group", b"group", "have_digest", b"have_digest", "have_version", b"have_version", "machine", b"machine", "run", b"run", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_have_version", b"_have_version", "digest", b"digest", "group", b"group", "have_digest", b"have_digest", "have_version", b"have_version", "machine", b"machine", "opens_handles", b"opens_handles", "run", b"run", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group: _TypeAlias = _typing.Literal["group"]  # noqa: Y015
     _WhichOneofArgType__group: _TypeAlias = _typing.Literal["_group", b"_group"]  # noqa: Y015
@@ -252,6 +256,34 @@ class SharedRegion(_message.Message):
 Global___SharedRegion: _TypeAlias = SharedRegion  # noqa: Y015
 
 @_typing.final
+class DeviceRegion(_message.Message):
+    """Memory of the service's GPU with the tensors of the manifest in their order, each at the next multiple of 256 bytes. It belongs to
+    the caller, for reading, until the stream ends.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    """cudaIpcMemHandle_t, 64 bytes."""
+    num_bytes: _builtins.int
+    """Size in bytes: that of the tensors, rounded up to a multiple of 2 MiB."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.bytes = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceRegion: _TypeAlias = DeviceRegion  # noqa: Y015
+
+@_typing.final
 class WeightTensor(_message.Message):
     """Describes one tensor."""
 
@@ -346,6 +378,7 @@ class WeightManifest(_message.Message):
     REGIONS_FIELD_NUMBER: _builtins.int
     DIGEST_VERSION_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run. Empty if the service has not learned it yet."""
     version: _builtins.int
@@ -378,6 +411,10 @@ class WeightManifest(_message.Message):
         4096 ranks. The stream stays open until the caller ends it.
         """
 
+    @_builtins.property
+    def device(self) -> Global___DeviceRegion:
+        """The weights are also here. Only with regions, for a caller that opens handles."""
+
     def __init__(
         self,
         *,
@@ -392,14 +429,20 @@ class WeightManifest(_message.Message):
         regions: _abc.Iterable[Global___SharedRegion] | None = ...,
         digest_version: _builtins.int = ...,
         ranks: _abc.Iterable[Global___RankSlices] | None = ...,
+        device: Global___DeviceRegion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_version", b"base_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "_device", b"_device", "adapter", b"adapter", "base_version", b"base_version", "device", b"device"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_version", b"base_version", "data_bytes", b"data_bytes", "digest", b"digest", "digest_version", b"digest_version", "num_links", b"num_links", "ranks", b"ranks", "regions", b"regions", "run", b"run", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "_device", b"_device", "adapter", b"adapter", "base_version", b"base_version", "data_bytes", b"data_bytes", "device", b"device", "digest", b"digest", "digest_version", b"digest_version", "num_links", b"num_links", "ranks", b"ranks", "regions", b"regions", "run", b"run", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__base_version: _TypeAlias = _typing.Literal["base_version"]  # noqa: Y015
     _WhichOneofArgType__base_version: _TypeAlias = _typing.Literal["_base_version", b"_base_version"]  # noqa: Y015
+    _WhichOneofReturnType__device: _TypeAlias = _typing.Literal["device"]  # noqa: Y015
+    _WhichOneofArgType__device: _TypeAlias = _typing.Literal["_device", b"_device"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__base_version) -> _WhichOneofReturnType__base_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__device) -> _WhichOneofReturnType__device | None: ...
 
 Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
 

@@ -1,11 +1,11 @@
-"""Checks of what a source of weights says about them, before any data."""
+"""Checks of what a source of weights says about them and of the chunks that it sends, before any are used."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from quartet.weight_transfer.messages import MAX_LINKS, Manifest, Message, TensorLayout, WeightsRequest
-from quartet.weight_transfer.store import check_names
+from quartet.weight_transfer.messages import MAX_LINKS, Chunk, Manifest, Message, TensorLayout, WeightsRequest
+from quartet.weight_transfer.store import Position, check_names
 from quartet.weight_transfer.tensors import combined_digest
 
 
@@ -69,3 +69,32 @@ def check_slices(manifest: Manifest) -> None:
             done = end
         if done != layout.num_bytes or sum(end - begin for begin, end in ranges) != done:
             raise WrongWeights(f"{layout.name}: expected slices that are its {layout.num_bytes} bytes once")
+
+
+def data_chunks(stream: Iterator[Message]) -> Iterator[Chunk]:
+    """Yield the chunks of a stream after its manifest. Raises WrongWeights."""
+    for message in stream:
+        if isinstance(message, Manifest):
+            raise WrongWeights("expected only one manifest")
+        yield from message
+
+
+def collect_delta(
+    manifest: Manifest, stream: Iterator[Message], changed: frozenset[int]
+) -> tuple[dict[Position, list[Chunk]], int]:
+    """Return the chunks of a delta by position, and their bytes."""
+    chunks: dict[Position, list[Chunk]] = {}
+    received = 0
+    for chunk in data_chunks(stream):
+        received += len(chunk.data)
+        if chunk.tensor not in changed or chunk.index >= manifest.layouts[chunk.tensor].num_chunks:
+            raise WrongWeights(f"unexpected chunk {chunk.index} of tensor {chunk.tensor}")
+        group = chunks.setdefault((chunk.tensor, chunk.index), [])
+        group.append(chunk)
+        if len(group) > manifest.num_links or received > manifest.data_bytes:
+            raise WrongWeights(
+                f"expected at most {manifest.num_links} chunks per range and {manifest.data_bytes} bytes, got more"
+            )
+    if received != manifest.data_bytes:
+        raise WrongWeights(f"the stream ended after {received} of {manifest.data_bytes} bytes")
+    return chunks, received

@@ -32,6 +32,8 @@ MAX_LINKS = 64
 """Maximum versions between the two versions of a delta."""
 MAX_REGIONS = 64
 """Maximum number of regions of shared memory."""
+HANDLE_BYTES = 64
+"""Size of a handle of memory on a GPU."""
 MAX_RANKS = 4096
 """Maximum number of ranks that hold slices of a version."""
 MAX_WAIT_SECONDS = 3600.0
@@ -105,11 +107,20 @@ class RankSlices:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceRegion:
+    """Memory of a GPU with all tensors: ``handle`` of HANDLE_BYTES by which CUDA opens it, and its size. See ``cuda_ipc``."""
+
+    handle: bytes
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsRequest:
     """Arguments of one GetWeights call. ``digest`` and ``have_digest`` have 16 bytes, or none.
 
     ``machine``: where the caller can map memory, see ``shared_memory.machine``; empty for a caller that wants chunks. ``group``:
-    where it waits for the ranks, if it can also receive through a process group.
+    where it waits for the ranks, if it can also receive through a process group. ``opens_handles``: it has a GPU, and also opens
+    memory of one.
     """
 
     run: str
@@ -120,6 +131,7 @@ class WeightsRequest:
     wait_seconds: float = 0.0
     machine: str = ""
     group: WeightGroup | None = None
+    opens_handles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +140,9 @@ class Manifest:
 
     ``layouts`` and ``digests`` have one entry for each tensor, in the order of the sorted names. ``base_version`` is the version
     that the chunks are a delta against; None if they are everything. With ``regions``, no chunks follow: the caller maps them,
-    and ends the stream when it has read them. ``places``: region and offset of each tensor. With ``ranks``, no chunks follow
-    either: each rank sends its slices through the group of the request, and the caller ends the stream when it has them.
+    and ends the stream when it has read them. ``places``: region and offset of each tensor. ``device``: they are also in this
+    memory. With ``ranks``, no chunks follow either: each rank sends its slices through the group of the request, and the caller
+    ends the stream when it has them.
     """
 
     run: str
@@ -144,6 +157,7 @@ class Manifest:
     regions: tuple[SharedRegion, ...] = ()
     places: tuple[tuple[int, int], ...] = ()
     ranks: tuple[RankSlices, ...] = ()
+    device: DeviceRegion | None = None
 
     @property
     def num_bytes(self) -> int:

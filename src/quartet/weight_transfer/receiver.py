@@ -19,12 +19,18 @@ from quartet.config.section import pause_after
 from quartet.contract.weights import TransferWay
 from quartet.errors import InvalidRequest, NoResponse, QuartetError, ServiceBusy, ServiceFailed, ServiceUnavailable
 from quartet.system.machine import available_cores
+from quartet.weight_transfer.cuda_ipc import CudaRuntime, OpenedCopy
 from quartet.weight_transfer.link_speed import MIN_MEASURED_BYTES, LinkSpeed
-from quartet.weight_transfer.manifest_checks import WrongWeights, check_slices, checked_manifest
+from quartet.weight_transfer.manifest_checks import (
+    WrongWeights,
+    check_slices,
+    checked_manifest,
+    collect_delta,
+    data_chunks,
+)
 from quartet.weight_transfer.mapped_regions import MappedRegions, process_of
 from quartet.weight_transfer.messages import (
     CHUNK_BYTES,
-    Chunk,
     Encoding,
     Manifest,
     Message,
@@ -59,8 +65,8 @@ class PulledWeights:
 
     ``changed`` names the tensors that differ from those of ``base_digest``, the version before; all of them if it is empty.
     ``bytes_received``: data of the chunks. ``source``: role and address of the process that sent them; empty for "held", when
-    the mirror had the version. After ``way`` "shared memory", the weights are in the memory of the source, and their bytes are
-    not verified: see ``verify``. They are valid until ``WeightMirror.release``.
+    the mirror had the version. After ``way`` "shared memory" or "CUDA IPC", the weights are in memory of the source, and their
+    bytes are not verified: see ``verify``. They are valid until ``WeightMirror.release``.
     """
 
     weight_set: WeightSet
@@ -104,18 +110,23 @@ class WeightMirror(LinkedStore):
         shares: bool = True,
         directory: Path | None = None,
         group: GroupSettings | None = None,
+        cuda: CudaRuntime | None = None,
     ) -> None:
         """``max_bytes``: maximum size of the weights. Defaults to this machine's memory. ``group``: how to receive through
-        groups, if it can. See ``WeightStore`` for the rest.
+        groups, if it can. ``cuda``: the runtime of the engine's GPU, if the engine copies from memory of a GPU. See
+        ``WeightStore`` for the rest.
         """
         super().__init__(name, capacity, num_threads, shares, directory)
         self._max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self._group = group
+        self._group, self._cuda = group, cuda
         # Transfers from each source that have failed since the last one that has not.
         self._group_failures = Counter[str]()
         self.speeds: defaultdict[str, LinkSpeed] = defaultdict(LinkSpeed)
         """What transfers over gRPC have taken, by the address of the source."""
         self._lease: Iterator[Message] | None = None
+        self._opened: OpenedCopy | None = None
+        # Processes whose memory on a GPU could not be opened.
+        self._not_opened: set[tuple[str, str]] = set()
         self._mapped = MappedRegions(self._directory)
         # Address and process of each source whose weights are sent, without the process on other machines; pulls until a retry.
         self._sent: set[tuple[str, str]] = set()
@@ -167,6 +178,7 @@ class WeightMirror(LinkedStore):
                             b"" if have is None else have.digest,
                             wait_seconds,
                             self._machine if shares else "",
+                            opens_handles=shares and self._cuda is not None,
                         )
                         began = time.perf_counter()
                         try:
@@ -221,6 +233,9 @@ class WeightMirror(LinkedStore):
 
     def release(self) -> None:
         """Let the source write to the memory that it shares. The weights of the last pull are not used any more."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
         lease, self._lease = self._lease, None
         if lease is not None:
             _close(lease)
@@ -338,6 +353,7 @@ class WeightMirror(LinkedStore):
                 raise _NotShared
             tensors[layout.name] = HostTensor(layout.dtype, layout.shape, data)
         del self._skips[skips]
+        self._opened = self._open(manifest, skips)
         digests = dict(zip(tensors, manifest.digests, strict=True))
         base, before = self._seen
         changed = frozenset(name for name, digest in digests.items() if before.get(name) != digest)
@@ -348,8 +364,20 @@ class WeightMirror(LinkedStore):
             self._allocator = Allocator(bool(self._machine))
         self._fail()
         seconds = time.perf_counter() - start
-        weights = WeightSet(manifest.version, manifest.digest, tensors, manifest.adapter)
-        return PulledWeights(weights, base, changed, 0, seconds, source.address, "shared memory", digests)
+        weights = WeightSet(manifest.version, manifest.digest, tensors, manifest.adapter, self._opened)
+        way: TransferWay = "shared memory" if self._opened is None else "CUDA IPC"
+        return PulledWeights(weights, base, changed, 0, seconds, source.address, way, digests)
+
+    def _open(self, manifest: Manifest, source: tuple[str, str]) -> OpenedCopy | None:
+        """Open the same weights on the GPU of a source, its address and process; None if they are not there."""
+        if self._cuda is None or manifest.device is None or source in self._not_opened:
+            return None
+        try:
+            return OpenedCopy(self._cuda, manifest.device, manifest.layouts)
+        except ServiceUnavailable as error:
+            self._not_opened.add(source)
+            log.info("weights are read from the host, not from the GPU", source=source[0], reason=str(error))
+            return None
 
     def _receive_everything(self, manifest: Manifest, stream: Iterator[Message], run: str) -> int:
         """Write all chunks into the buffers. Return the bytes received."""
@@ -361,7 +389,7 @@ class WeightMirror(LinkedStore):
                 (tensor, index) for tensor, layout in enumerate(manifest.layouts) for index in range(layout.num_chunks)
             )
             received = 0
-            for chunk in _chunks(stream):
+            for chunk in data_chunks(stream):
                 tensor, index = next(expected, (-1, -1))
                 if (chunk.tensor, chunk.index, chunk.encoding) != (tensor, index, Encoding.RAW):
                     raise WrongWeights(
@@ -420,7 +448,7 @@ class WeightMirror(LinkedStore):
         """Collect all chunks, then apply them. Return the names of the changed tensors and the bytes received."""
         previous = self._versions[-1].digests
         changed = [index for index, digest in enumerate(manifest.digests) if digest != previous[index]]
-        chunks, received = self._collect(manifest, stream, frozenset(changed))
+        chunks, received = collect_delta(manifest, stream, frozenset(changed))
         with self._writes():
             data = {tensor: self._writable(tensor, keep=True).data for tensor in changed}
             applied: list[Position] = []
@@ -443,27 +471,6 @@ class WeightMirror(LinkedStore):
                 version_of(manifest.version, manifest.layouts, manifest.digests, manifest.adapter), Link(chunks)
             )
         return frozenset(manifest.layouts[index].name for index in changed), received
-
-    @staticmethod
-    def _collect(
-        manifest: Manifest, stream: Iterator[Message], changed: frozenset[int]
-    ) -> tuple[dict[Position, list[Chunk]], int]:
-        """Return the chunks of a delta by position, and their bytes."""
-        chunks: dict[Position, list[Chunk]] = {}
-        received = 0
-        for chunk in _chunks(stream):
-            received += len(chunk.data)
-            if chunk.tensor not in changed or chunk.index >= manifest.layouts[chunk.tensor].num_chunks:
-                raise WrongWeights(f"unexpected chunk {chunk.index} of tensor {chunk.tensor}")
-            group = chunks.setdefault((chunk.tensor, chunk.index), [])
-            group.append(chunk)
-            if len(group) > manifest.num_links or received > manifest.data_bytes:
-                raise WrongWeights(
-                    f"expected at most {manifest.num_links} chunks per range and {manifest.data_bytes} bytes, got more"
-                )
-        if received != manifest.data_bytes:
-            raise WrongWeights(f"the stream ended after {received} of {manifest.data_bytes} bytes")
-        return chunks, received
 
     def _digest(self, tensor: int) -> bytes:
         layout = self._layouts[tensor]
@@ -491,10 +498,3 @@ def _close(stream: Iterator[Message]) -> None:
     close = getattr(stream, "close", None)
     if close is not None:
         close()
-
-
-def _chunks(stream: Iterator[Message]) -> Iterator[Chunk]:
-    for message in stream:
-        if isinstance(message, Manifest):
-            raise WrongWeights("expected only one manifest")
-        yield from message

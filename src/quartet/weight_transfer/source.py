@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from quartet.contract.weights import PublishedWeights
 from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.system.machine import available_cores
+from quartet.weight_transfer.cuda_ipc import CudaRuntime, DeviceCopy
 from quartet.weight_transfer.delta import encode
 from quartet.weight_transfer.messages import (
     Chunk,
@@ -37,11 +39,12 @@ from quartet.weight_transfer.tensors import (
     Bytes,
     HostTensor,
     WeightSet,
+    Window,
     joined_digest,
     tensor_digests,
+    windows_of,
 )
 
-_Window = list[tuple[str, HostTensor]]
 _ChunkPair = tuple[int, TensorLayout, int, Bytes, Bytes]
 """Index and layout of a tensor, index of a chunk, and its bytes before and after."""
 WINDOW_BYTES = 2**30
@@ -83,11 +86,13 @@ class WeightSource(WeightStore):
         writer: SliceWriter | None = None,
         directory: Path | None = None,
         senders: GroupSenders | None = None,
+        cuda: CudaRuntime | None = None,
     ) -> None:
         """``capacity``: versions in the window, one less during a publication. At least 2. See ``WeightStore`` for the rest.
 
         ``writer``: that of rank 0, if several ranks write the tensors, see ``publish_slices``. If they are on several machines,
         none has all of the memory, so it is not shared. ``senders``: those of rank 0, if the ranks also send to receivers.
+        ``cuda``: the runtime of the trainer's GPU, if processes may read its memory.
         """
         if capacity < 2:
             raise InvalidRequest(f"capacity {capacity}: expected at least 2")
@@ -97,6 +102,7 @@ class WeightSource(WeightStore):
         self._reader = SliceReader() if writer is None else writer.reader
         if writer is not None:
             self._allocator = writer.allocator()
+        self._device_copy = DeviceCopy(cuda) if cuda is not None and self._machine else None
         self.last: PublishedWeights | None = None
         """The last publication; None before the first."""
         # The memory of the tensors of each version; that of the newest one is also _memories.
@@ -126,7 +132,7 @@ class WeightSource(WeightStore):
         tensor whose bytes do not fit its shape, OutOfMemory if there is no memory for a copy. After an error, the source has no
         versions.
         """
-        windows = made_ahead(_windows(tensors, WINDOW_BYTES // 4)) if ahead else _windows(tensors, WINDOW_BYTES)
+        windows = made_ahead(windows_of(tensors, WINDOW_BYTES // 4)) if ahead else windows_of(tensors, WINDOW_BYTES)
         return self._publish(version, lambda before: self._take(windows, before), adapter, run)
 
     def publish_slices(
@@ -150,6 +156,18 @@ class WeightSource(WeightStore):
             raise
         writer.end()
         return True
+
+    def copy_on_device(self, tensors: Mapping[str, Any]) -> None:
+        """Also copy the newest version, torch tensors by name, to memory of the trainer's GPU, unless a process reads there."""
+        copy = self._device_copy
+        with self._writer:
+            with self._state:
+                digest = self._versions[-1].digest
+                if copy is None or copy.readers or copy.digest == digest:
+                    return
+                copy.digest = b""
+            if copy.write(self._layouts, [tensors[layout.name] for layout in self._layouts]):
+                copy.digest = digest
 
     def _publish(
         self,
@@ -219,6 +237,8 @@ class WeightSource(WeightStore):
         if senders is not None:
             senders.close()
         super().close()
+        if self._device_copy is not None:
+            self._device_copy.close()
 
     @contextmanager
     def hold(self, version: int, digest: bytes) -> Iterator[tuple[WeightSet, Mapping[str, bytes]]]:
@@ -260,6 +280,9 @@ class WeightSource(WeightStore):
     def _messages(self, request: WeightsRequest, wanted: int, cancelled: Callable[[], bool]) -> Messages:
         memories, manifest = self._places[wanted], self._everything_manifest(self._versions[wanted])
         if self._shares(request, memories):
+            copy = self._device_copy
+            if copy is not None and request.opens_handles and copy.digest == manifest.digest:
+                return self._share(replace(manifest, device=copy.region), memories, cancelled), [*memories, copy]
             return self._share(manifest, memories, cancelled), memories
         senders, group, writer = self._senders, request.group, self._slice_writer
         if (
@@ -351,7 +374,7 @@ class WeightSource(WeightStore):
         encoded = self._in_parallel(_encode_chunk, pairs, self._encoders)
         return [chunk for chunk in encoded if chunk is not None]
 
-    def _take(self, windows: Iterable[_Window], before: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
+    def _take(self, windows: Iterable[Window], before: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
         """Copy the tensors that differ from those ``before``, and return all."""
         after: dict[str, _Tensor] = {}
         for window in windows:
@@ -466,21 +489,6 @@ def _checked_layout(name: str, tensor: HostTensor) -> TensorLayout:
             f"got {tensor.data.dtype} {list(tensor.data.shape)}"
         )
     return layout
-
-
-def _windows(tensors: Iterable[tuple[str, HostTensor]], window_bytes: int) -> Iterator[_Window]:
-    """Yield lists of tensors, each of these bytes or the tensor that goes beyond them. The caller clears each list."""
-    window: _Window = []
-    size = 0
-    for name, tensor in tensors:
-        window.append((name, tensor))
-        size += tensor.data.nbytes
-        if size >= window_bytes:
-            del tensor
-            yield window
-            window, size = [], 0
-    if window:
-        yield window
 
 
 def _encode_chunk(pair: _ChunkPair) -> Chunk | None:

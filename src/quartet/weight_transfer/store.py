@@ -18,6 +18,7 @@ import structlog
 
 from quartet.errors import Cancelled, FailedPrecondition, InvalidRequest, ServiceUnavailable
 from quartet.system.machine import available_cores
+from quartet.weight_transfer.cuda_ipc import DeviceCopy
 from quartet.weight_transfer.delta import Difference
 from quartet.weight_transfer.descriptors import DescriptorServer, SharedDirectory
 from quartet.weight_transfer.messages import (
@@ -38,7 +39,7 @@ log = structlog.get_logger()
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Messages = tuple[Iterator[Message], Sequence[Memory]]
+Messages = tuple[Iterator[Message], Sequence[Memory | DeviceCopy]]
 """Messages of a stream, and the memory that they are read from."""
 Position = tuple[int, int]
 """Tensor and range of a chunk."""
@@ -89,7 +90,7 @@ class WeightStore(ABC):
         self._failures = 0
         self._ending = self._closed = False
         # Memory whose readers may still read, although this process has ended their streams.
-        self._lent: set[Memory] = set()
+        self._lent: set[Memory | DeviceCopy] = set()
         if self._machine and directory is not None:
             self._share_through(directory)
 
@@ -229,7 +230,7 @@ class WeightStore(ABC):
                 self._state.wait()
 
     @contextmanager
-    def _pinned(self, memories: Sequence[Memory]) -> Iterator[None]:
+    def _pinned(self, memories: Sequence[Memory | DeviceCopy]) -> Iterator[None]:
         """Let nobody write to the memory inside the context."""
         with self._state:
             for memory in memories:

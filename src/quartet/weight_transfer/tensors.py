@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import xxhash
@@ -35,19 +35,28 @@ class AdapterSettings:
     target_modules: tuple[str, ...]
 
 
+class DeviceTensors(Protocol):
+    """Weights in memory of a GPU."""
+
+    def copy(self, name: str, target: Any) -> None:
+        """Start to copy a weight into ``target``, a contiguous torch tensor on a GPU. Raises ServiceUnavailable."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSet:
     """The weights of one policy version.
 
     ``digest`` identifies the bytes of all ``tensors``: 16 bytes, see ``digests.combined_digest``. ``tensors`` have the names of
     the model's Hugging Face checkpoint; tied weights appear once. With an ``adapter``, the base weights and the adapter's
-    matrices are both present, and the base weights never change.
+    matrices are both present, and the base weights never change. ``on_device``: the same bytes in memory of a GPU, from which an
+    engine on a GPU can copy.
     """
 
     version: int
     digest: bytes
     tensors: Mapping[str, HostTensor]
     adapter: AdapterSettings | None = None
+    on_device: DeviceTensors | None = None
 
 
 DIGEST_BYTES = 16
@@ -126,3 +135,22 @@ def combined_digest(digests: Mapping[str, bytes]) -> bytes:
         combined.update(f"{len(name.encode())}:{name}".encode())
         combined.update(digests[name])
     return combined.digest()
+
+
+Window = list[tuple[str, HostTensor]]
+"""Tensors that are hashed and copied together, by name."""
+
+
+def windows_of(tensors: Iterable[tuple[str, HostTensor]], window_bytes: int) -> Iterator[Window]:
+    """Yield lists of tensors, each of these bytes or the tensor that goes beyond them. The caller clears each list."""
+    window: Window = []
+    size = 0
+    for name, tensor in tensors:
+        window.append((name, tensor))
+        size += tensor.data.nbytes
+        if size >= window_bytes:
+            del tensor
+            yield window
+            window, size = [], 0
+    if window:
+        yield window

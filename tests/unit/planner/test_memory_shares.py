@@ -14,7 +14,7 @@ from quartet.config.root import Config
 from quartet.contract.status import MODEL_ROLES, Role
 from quartet.planner.device_memory import CONTEXT_BYTES, GRAPH_LAYER_BYTES, actor_generation_memory, trained_memory
 from quartet.planner.gpus import GPUS
-from quartet.planner.memory_shares import gpu_share, role_memory, torch_cache_bytes
+from quartet.planner.memory_shares import RoleMemory, gpu_share, role_memory, torch_cache_bytes
 from quartet.planner.roofline import Parallel
 from quartet.planner.workload import read_workload
 from tests.unit.models import tiny
@@ -162,6 +162,17 @@ def test_a_generator_on_the_same_gpu_has_a_share(checkpoints: Path) -> None:
     assert before is not None
     assert after is not None
     assert after.all_roles - before.all_roles == 2 * weights(tiny.causal("llama")) + CONTEXT_BYTES
+
+
+def test_a_copy_for_generators_on_the_gpu_is_part_of_the_actors_memory(checkpoints: Path) -> None:
+    def actor(**rollout: Any) -> RoleMemory:
+        memory = role_memory(make(checkpoints, rollout={"generators": 1, **rollout}), Role.ACTOR)
+        assert memory is not None
+        return memory
+
+    without = actor()
+    assert without.copy == actor(share_gpu_memory=True, share_weights=False).copy == 0
+    assert actor(share_gpu_memory=True).bytes - without.bytes == 2 * weights(tiny.causal("llama"))
 
 
 @pytest.mark.parametrize(("kind", "heads"), [("llama", 2), ("gpt2", 4)])

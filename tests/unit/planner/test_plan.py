@@ -243,6 +243,15 @@ def test_a_moving_average_keeps_the_actor_on_one_device_and_needs_host_memory(ma
     assert line.startswith(f"{4 * actor.work.trained / 2**30:,.1f} GiB of host memory")
 
 
+def test_a_copy_for_generators_on_the_gpu_is_counted(make_config: Any) -> None:
+    settings = ("algorithm.estimator=reinforce", "rollout.generators=1")
+    for shares, copies in ((), 0), (("rollout.share_gpu_memory=true",), 1):
+        plan = make_plan(make_config(*settings, *shares), parse_gpus("2xH100-80GB"))
+        actor = plan.placed.placements[0]
+        assert (actor.role, actor.group.size) == (Role.ACTOR, 1)
+        assert actor.memory.get("generation copy", 0) == copies * actor.memory["parameters"]
+
+
 def test_shared_prompts_are_computed_once(make_config: Any) -> None:
     estimator = ("algorithm.estimator=rloo", "rollout.prompts_per_step=16")
     separate = make_plan(

@@ -24,7 +24,7 @@ from quartet.contract.trajectory import Trajectory, TrajectoryId, VersionSpan
 from quartet.engines.engine import EngineResponse, ServedModel, TokenDecoder, TurnSource
 from quartet.engines.request_checks import check_requests, check_response
 from quartet.engines.stop_strings import StopStringCache
-from quartet.errors import Cancelled, InvalidRequest, MismatchError, ModelError, ServiceFailed
+from quartet.errors import Cancelled, InvalidRequest, MismatchError, ModelError, ServiceFailed, ServiceUnavailable
 from quartet.models.forward.model_capabilities import (
     device_of,
     max_positions,
@@ -425,7 +425,7 @@ class DetachedTorchEngine(TorchEngine):
         try:
             with self._stepping:
                 self._is_current = self._is_whole = False
-                digests = load_tensors(self._weights, weights.tensors, changed)
+                digests = self._load(weights, changed)
                 before = self._changes if self._active else []
                 # The digest of what the model holds: it is another one if part of an update is lost.
                 self._changes = [*before, (self._steps, weights.version, combined_digest(digests))]
@@ -437,6 +437,19 @@ class DetachedTorchEngine(TorchEngine):
             raise MismatchError(f"weights: {error}; start actor and generator with the same model") from None
         finally:
             self._may_step.set()
+
+    def _load(self, weights: WeightSet, changed: Collection[str]) -> dict[str, bytes]:
+        """Copy the changed tensors: from memory of a GPU if they are there, and from the host if that fails."""
+        if weights.on_device is not None:
+            try:
+                digests = load_tensors(self._weights, weights.tensors, changed, weights.on_device)
+                if combined_digest(digests) == weights.digest:
+                    return digests
+                reason = "it has other bytes than the digest of the version"
+            except ServiceUnavailable as error:
+                reason = str(error)
+            log.warning("weights are read from the host, not from the GPU", version=weights.version, reason=reason)
+        return load_tensors(self._weights, weights.tensors, changed)
 
     @torch.no_grad()
     def held_digests(self, names: Collection[str]) -> Mapping[str, bytes]:

@@ -16,6 +16,7 @@ from quartet.weight_transfer.messages import TensorLayout
 from quartet.weight_transfer.tensors import (
     AdapterSettings,
     Bytes,
+    DeviceTensors,
     HostTensor,
     TensorType,
     tensor_digest,
@@ -72,11 +73,15 @@ def complete_tensors(
 
 
 def load_tensors(
-    targets: Mapping[str, torch.Tensor], tensors: Mapping[str, HostTensor], changed: Collection[str]
+    targets: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, HostTensor],
+    changed: Collection[str],
+    on_device: DeviceTensors | None = None,
 ) -> dict[str, bytes]:
     """Copy the ``changed`` tensors to their ``targets``. Return the digest of the bytes that each target has then.
 
-    Several threads share the work. Raises ValueError if dtype or shape of one differ; then nothing has been copied.
+    ``on_device``: the same tensors in memory of a GPU, for targets on one. Several threads share the work. Raises ValueError if
+    dtype or shape of one differ; then nothing has been copied. Raises ServiceUnavailable if memory of a GPU cannot be copied.
     """
     for name in changed:
         target, source = targets[name], tensors[name]
@@ -95,7 +100,12 @@ def load_tensors(
 
     def load(name: str) -> bytes:
         if name in copied:
-            _write(targets[name].detach(), tensors[name])
+            target = targets[name].detach()
+            if on_device is not None and target.is_cuda and target.is_contiguous():
+                # The digest reads the target in the same stream.
+                on_device.copy(name, target)
+            else:
+                _write(target, tensors[name])
         return tensor_digest(host_tensor(targets[name]))
 
     # torch accepts read-only arrays only with a warning. The filters are those of the process, so the threads do not change them.

@@ -136,8 +136,8 @@ def test_idle_generators_load_a_published_policy_at_once(generators: Generators)
         assert prompts_by_generator(generators.step(pool)).keys() == {*addresses}
         metrics = pool.take_metrics(0)
         # These generators take no shared memory.
-        ways = ("full", "delta", "shared_memory")
-        assert [metrics[f"weight_transfers_{way}"] for way in ways] == [2, 0, 0]
+        ways = ("full", "delta", "shared_memory", "cuda_ipc")
+        assert [metrics[f"weight_transfers_{way}"] for way in ways] == [2, 0, 0, 0]
         assert contents(generators.read()) == []
 
 
