@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from quartet.conformance.batches import tensor
 from quartet.contract.trajectory import EnvironmentReply
 from quartet.errors import FailedPrecondition, InvalidRequest, QuartetError, ServiceFailed
 from quartet.v1 import tensor_pb2, trajectory_pb2
@@ -58,6 +59,18 @@ def observation(ids: list[int]) -> Callable[[Any], None]:
         answer.observation.data, answer.observation.shape[:] = np.array(ids, "<i4").tobytes(), [len(ids)]
 
     return change
+
+
+def prompt(ids: list[int], first: bool = False, beside: bool = False) -> Mutation:
+    """Return a mutation of replies that begin a branch, or with ``first`` of Reset: its prompt. ``beside`` an observation."""
+
+    def change(answer: Any) -> None:
+        if first or answer.HasField("prompt"):
+            answer.prompt.CopyFrom(tensor(np.array(ids, np.int32)))
+            if beside:
+                answer.observation.CopyFrom(tensor(np.array([1], np.int32)))
+
+    return reply(change, "Reset" if first else "Step")
 
 
 def short_data(answer: Any) -> None:
@@ -379,6 +392,10 @@ ENVIRONMENT_MUTANTS: list[tuple[str, str, Mutation]] = [
     ("a negative token in the observation", "step.reply", reply(observation([-1]), "Step")),
     ("no outcome", "step.reply", reply(field(outcome=0), "Step")),
     ("an infinite reward", "step.reply", reply(field(reward=float("inf")), "Step")),
+    ("an unknown token in the prompt of a branch", "step.branches", prompt([1, VOCABULARY])),
+    ("a branch without a prompt", "step.branches", prompt([])),
+    ("an observation beside the prompt of a branch", "step.branches", prompt([1], beside=True)),
+    ("a branch before the first turn", "reset.reply", prompt([1], first=True)),
     ("NaN without a failure", "step.outcomes", reply(field(reward=float("nan")), "Step")),
     ("a reward of 0 for a failure", "step.failure", on_failure(field(reward=0.0))),
     ("a failure as an answer", "step.failure", on_failure(as_ok)),

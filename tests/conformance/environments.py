@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,10 @@ class Episode:
 
 
 class TinyEnvironment:
-    """Sessions whose observations depend on the seed and on all tokens so far. They end after LAST_TURN turns."""
+    """Sessions whose observations depend on the seed and on all tokens so far. They end after LAST_TURN turns.
+
+    The turn after the second one begins a branch.
+    """
 
     def __init__(self) -> None:
         self.sessions: dict[str, Episode] = {}
@@ -42,7 +45,8 @@ class TinyEnvironment:
         draw = random.Random(f"{seed}/{turn}/{total}")
         ids = np.array([draw.randrange(VOCABULARY) for _ in range(2 + turn % 2)], np.int32)
         over = turn >= LAST_TURN
-        return EnvironmentReply(ids, draw.random() if turn else 0.0, over, state="" if over else self.state(total))
+        reply = EnvironmentReply(ids, draw.random() if turn else 0.0, over, state="" if over else self.state(total))
+        return replace(reply, observation=ids[:0], prompt=ids) if turn == 2 else reply
 
     def state(self, total: int) -> str:
         """Return the state of a session."""

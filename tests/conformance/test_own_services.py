@@ -54,6 +54,13 @@ def require_conformance(
     assert {result.check.id for result in results if result.outcome is CheckOutcome.SKIPPED} <= allowed_skips, report
 
 
+FORGETS = (
+    "{% for message in messages %}[{{ message.content[-2:] if message.role == 'assistant' and not loop.last else "
+    "message.content }}]{% endfor %}{% if add_generation_prompt %}[{% endif %}"
+)
+"""A chat template that keeps the end of earlier turns only, so that most turns begin a branch."""
+
+
 def is_fast(check: str) -> bool:
     """Return whether a check of a model takes less than about a tenth of a second."""
     area, _, name = check.partition(".")
@@ -99,6 +106,13 @@ def test_a_generator_conforms(folder: Path, redis_url: str) -> None:
 def test_an_environment_conforms(folder: Path, redis_url: str) -> None:
     config = config_tree(folder, redis_url)
     config["rollout"]["max_turns"] = 4
-    config["environment"] = {"class_name": "tests.conformance.game:Game", "num_workers": 2}
+    template = folder / "forgets.jinja"
+    template.write_text(FORGETS)
+    config["environment"] = {
+        "class_name": "tests.conformance.game:Game",
+        "num_workers": 2,
+        "observations": "chat",
+        "chat_template": str(template),
+    }
     with service_process(folder, config, [Role.ENVIRONMENT]) as (_, ready):
         require_conformance(Role.ENVIRONMENT, ready()["address"], redis_url, failing_fields='{"level": -1}')

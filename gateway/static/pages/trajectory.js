@@ -2,6 +2,7 @@
 
 import { updateQuery } from "../address.js";
 import * as api from "../api.js";
+import { branchTree, count } from "../components/branch_tree.js";
 import { buttonGroup } from "../components/button_group.js";
 import { failure, loading } from "../components/placeholders.js";
 import { table } from "../components/table.js";
@@ -20,7 +21,7 @@ export async function trajectoryPage({ frame, run, element, parts, query, signal
       const trajectory = await api.trajectory(run, parts.slice(0, 3).join("/"), signal);
       if (signal.aborted) return;
       document.title = `Step ${trajectory.step}, prompt ${trajectory.prompt_index} · ${run} · Quartet`;
-      new TrajectoryPage({ frame, run, signal, trajectory, colour: query.get("colour") }).draw(element);
+      new TrajectoryPage({ frame, run, signal, trajectory, colour: query.get("colour"), branch: query.get("branch") }).draw(element);
     } catch (problem) {
       if (signal.aborted || problem.name === "AbortError") return;
       if (!(problem.status >= 0)) throw problem;
@@ -31,9 +32,10 @@ export async function trajectoryPage({ frame, run, element, parts, query, signal
 }
 
 /** The number of turns of an episode with their rewards; an empty text without an environment. */
-function turnsOf({ segments }) {
-  const turns = segments.filter(({ role }) => role === "policy");
-  return turns.length ? `${whole(turns.length)}, rewards ${turns.map(({ reward }) => number(reward)).join(", ")}` : "";
+function turnsOf(branches) {
+  const turns = branches.flatMap(({ segments }) => segments).filter(({ role }) => role === "policy");
+  if (!turns.length) return "";
+  return turns[0].reward === null ? whole(turns.length) : `${whole(turns.length)}, rewards ${turns.map(({ reward }) => number(reward)).join(", ")}`;
 }
 
 function finishReason({ finished, segments }) {
@@ -48,8 +50,11 @@ function policyVersions({ policy_version: version, version_spans: spans }) {
 }
 
 class TrajectoryPage {
-  constructor({ frame, run, signal, trajectory, colour }) {
+  constructor({ frame, run, signal, trajectory, colour, branch }) {
     Object.assign(this, { frame, run, signal, trajectory });
+    const { prompt, segments, tokens } = trajectory;
+    this.branches = [{ parent: -1, shared_tokens: 0, prompt, segments, tokens }, ...trajectory.further_branches];
+    this.shown = this.branches[Number(branch)] ? Number(branch) : 0;
     const measures = measuresOf(trajectory.tokens);
     this.measures = measures;
     this.colour = measures.includes(colour) ? colour : measures[0];
@@ -57,7 +62,7 @@ class TrajectoryPage {
   }
 
   draw(element) {
-    const { trajectory } = this;
+    const { tokens } = this.branches[this.shown];
     replace(
       element,
       this.head(),
@@ -65,10 +70,28 @@ class TrajectoryPage {
         "div",
         { class: "stack" },
         this.summary(),
-        h("section", { class: "panel padded stack" }, h("h3", {}, "Prompt"), h("div", { class: "prose prompt", tabindex: 0, role: "region", "aria-label": "Prompt" }, trajectory.prompt)),
-        trajectory.tokens.length && this.colour ? this.tokens() : this.plainResponse(),
+        this.branches.length > 1 ? this.tree(element) : null,
+        this.prompt(),
+        tokens.length && this.colour ? this.tokens() : this.plainResponse(),
       ),
     );
+  }
+
+  /** The branches of the episode. A press shows another one. */
+  tree(element) {
+    const show = (index) => {
+      this.shown = index;
+      updateQuery({ branch: index || null });
+      this.draw(element);
+      element.querySelector(".branches [aria-pressed=true]")?.focus();
+    };
+    return h("section", { class: "panel padded stack" }, h("h3", {}, "Branches"), branchTree(this.branches, this.shown, show));
+  }
+
+  prompt() {
+    const { prompt, shared_tokens: shared, parent } = this.branches[this.shown];
+    const before = shared ? h("p", { class: "muted small" }, `It begins with ${count(shared, "token")} of branch ${whole(parent)}. Then follows:`) : null;
+    return h("section", { class: "panel padded stack" }, h("h3", {}, "Prompt"), before, h("div", { class: "prose prompt", tabindex: 0, role: "region", "aria-label": "Prompt" }, prompt));
   }
 
   head() {
@@ -137,7 +160,8 @@ class TrajectoryPage {
       ["KL, nats", number(trajectory.kl)],
       ["KL coefficient", exact(trajectory.kl_coefficient)],
       ["Tokens", whole(trajectory.response_tokens)],
-      ["Turns", turnsOf(trajectory)],
+      ["Turns", turnsOf(this.branches)],
+      ["Branches", this.branches.length > 1 ? whole(this.branches.length) : ""],
       ["Finish reason", finishReason(trajectory)],
       ["Policy version", policyVersions(trajectory)],
       ["Generator", trajectory.generator],
@@ -147,13 +171,14 @@ class TrajectoryPage {
   }
 
   tokens() {
-    const view = new TokenView(this.trajectory.tokens, this.colour);
+    const { tokens } = this.branches[this.shown];
+    const view = new TokenView(tokens, this.colour);
     const pick = buttonGroup("Colour tokens by", this.measures.map((name) => [name, MEASURES[name].label]), this.colour, (name) => {
       this.colour = name;
       updateQuery({ colour: name });
       view.colourBy(name);
     });
-    const rows = this.trajectory.tokens.map((token, at) => ({ token, at }));
+    const rows = tokens.map((token, at) => ({ token, at }));
     return [
       h(
         "section",
@@ -178,7 +203,7 @@ class TrajectoryPage {
       "section",
       { class: "panel padded stack" },
       h("h3", {}, "Response"),
-      h("div", { class: "prose" }, this.trajectory.response),
+      h("div", { class: "prose" }, this.branches.length > 1 ? this.branches[this.shown].segments.map(({ text }) => text).join("") : this.trajectory.response),
       h("p", { class: "notice plain" }, icon("dots"), "The tokens of this step were not kept. telemetry.tokens_every_steps and telemetry.tokens_keep_steps select the steps."),
     );
   }

@@ -32,6 +32,14 @@ def _reply(sessions: Sessions) -> None:
         sessions.episode(sessions.name(), sessions.turns(*lengths))
 
 
+def _branches(sessions: Sessions) -> None:
+    """Play episodes until a reply has a prompt. Its tokens are checked as it is read."""
+    for lengths in ((2, 3, 4), (1, 1, 6), (5, 2, 1)):
+        if any(reply.prompt for reply in sessions.episode(sessions.name(), sessions.turns(*lengths))):
+            return
+    raise Skipped("no turn of these episodes began a branch")
+
+
 def _outcomes(sessions: Sessions) -> None:
     target = sessions.target
     for number in range(NUM_SEEDS):
@@ -296,6 +304,12 @@ _LISTED: list[tuple[str, str, str, Callable[[Sessions], None]]] = [
         "Step is answered with an observation of known token ids, a finite reward, and whether it is over.",
         REPLY,
         _reply,
+    ),
+    (
+        "step.branches",
+        "A reply with the prompt of a branch has known token ids, and no observation.",
+        REPLY,
+        _branches,
     ),
     (
         "step.outcomes",

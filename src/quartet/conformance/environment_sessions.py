@@ -31,7 +31,10 @@ Turn = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer of an environment that is OK: observation, reward and done; or a ``failure``, the name of another outcome."""
+    """Answer of an environment that is OK: observation, reward and done; or a ``failure``, the name of another outcome.
+
+    ``prompt``: that of the branch that the next turn begins; empty if it continues.
+    """
 
     observation: tuple[int, ...]
     reward: float
@@ -39,6 +42,7 @@ class Reply:
     failure: str = ""
     detail: str = ""
     state: str = ""
+    prompt: tuple[int, ...] = ()
 
 
 def read_reply(response: Any, target: Target, is_first: bool) -> Reply:
@@ -51,6 +55,13 @@ def read_reply(response: Any, target: Target, is_first: bool) -> Reply:
     )
     name = outcomes.Name(reply.outcome)
     ids = token_ids(reply.observation, "observation", target.vocabulary_size)
+    prompt = ids[:0]
+    if reply.HasField("prompt"):
+        prompt = token_ids(reply.prompt, "prompt", target.vocabulary_size)
+        expect(len(prompt) > 0, "prompt has no tokens; leave it out if the next turn continues")
+        expect(not len(ids), f"observation has {len(ids)} tokens beside a prompt; expected none")
+        expect(not is_first, "prompt is set in the answer to Reset, or to RestoreSession; expected none")
+        expect(not reply.done, "prompt is set in a reply that is done; expected none at the end")
     expect(len(reply.state) <= MAX_STATE, f"state has {len(reply.state)} characters; expected at most {MAX_STATE}")
     expect(not (reply.state and reply.done), "state is set in a reply that is done; expected none at the end")
     expect(len(reply.detail) <= MAX_DETAIL, f"detail has {len(reply.detail)} characters; expected at most {MAX_DETAIL}")
@@ -66,7 +77,7 @@ def read_reply(response: Any, target: Target, is_first: bool) -> Reply:
     if is_first:
         expect(reply.reward == 0, f"reward of Reset is {reply.reward:g}; expected 0")
         expect(not reply.done, "done is set in the answer to Reset; expected at least one turn")
-    return Reply(tuple(ids.tolist()), reply.reward, reply.done, state=reply.state)
+    return Reply(tuple(ids.tolist()), reply.reward, reply.done, state=reply.state, prompt=tuple(prompt.tolist()))
 
 
 class Sessions:
@@ -197,6 +208,7 @@ def require_same(first: Sequence[Reply], second: Sequence[Reply], what: str) -> 
     for turn, (one, other) in enumerate(zip(first, second, strict=False)):
         place = f"turn {turn}" if turn else "Reset"
         expect(one.observation == other.observation, f"{what}: the observations of {place} differ")
+        expect(one.prompt == other.prompt, f"{what}: the prompts of {place} differ")
         expect(one.reward == other.reward, f"{what}: the rewards of {place} are {one.reward:g} and {other.reward:g}")
         expect(one.done == other.done, f"{what}: the episode is over after {place} only once")
     expect(len(first) == len(second), f"{what}: they have {len(first) - 1} and {len(second) - 1} turns")
