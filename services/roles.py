@@ -13,6 +13,7 @@ from quartet.buffer.connection import ConnectionMonitor, connect_at_start
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.buffer.turn_records import TurnRecordStore
 from quartet.config.deployment import ServiceConfig
 from quartet.config.layout import (
     device_of_rank,
@@ -48,6 +49,7 @@ from quartet.services.critic.critic import Critic
 from quartet.services.critic.servicer import CriticServicer
 from quartet.services.generator.factory import environment_access
 from quartet.services.generator.generator import Generator
+from quartet.services.generator.sessions.factory import agent_access
 from quartet.services.memory_budget import UpdateLimits
 from quartet.services.reference.reference import Reference
 from quartet.services.reference.servicer import ReferenceServicer
@@ -102,7 +104,9 @@ def _buffer(config: Config, credentials: Credentials) -> tuple[Callable[[str], B
 
     def access(run: str) -> BufferAccess:
         return BufferAccess(
-            RolloutStream(client, url, run, monitor.mark_lost), ExperienceStore(client, url, run, monitor.mark_lost)
+            RolloutStream(client, url, run, monitor.mark_lost),
+            ExperienceStore(client, url, run, monitor.mark_lost),
+            TurnRecordStore(client, url, run, monitor.mark_lost),
         )
 
     return access, monitor
@@ -175,7 +179,8 @@ def _build_actor(
         served,
         ServiceStatus(Role.ACTOR),
         lambda run: access(run).rollouts,
-        environment_access(config, credentials),
+        environment_access(config, credentials)
+        or agent_access(config, credentials, served, lambda run: access(run).turns),
         actor if shares else source,
         actor.fence,
     )

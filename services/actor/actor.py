@@ -11,6 +11,7 @@ from typing import Any
 
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.buffer.turn_records import TurnRecordStore
 from quartet.config.deployment import OffloadConfig
 from quartet.config.models import ActorConfig
 from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES, policy_loss_spec
@@ -47,10 +48,11 @@ from quartet.weight_transfer.tensors import WeightSet
 
 @dataclass(frozen=True, slots=True)
 class BufferAccess:
-    """Rollout stream and experience store of one run."""
+    """Rollout stream, experience store and turn records of one run."""
 
     rollouts: RolloutStream
     experience: ExperienceStore
+    turns: TurnRecordStore
 
 
 class Actor(TrainableModel):

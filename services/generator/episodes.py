@@ -287,7 +287,7 @@ class Episodes:
         self._environment.end(episode.session)
         if self._waiting:
             self._start_next()
-        batch, last, spans = self._batch, episode.last, _merged(episode.spans)
+        batch, last, spans = self._batch, episode.last, merged_spans(episode.spans)
         first, *further = episode.branches
         self._on_finished(
             Trajectory(
@@ -339,7 +339,7 @@ def generate_episodes(
         episodes.close()
 
 
-def _merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+def merged_spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
     """Join neighbouring spans of the same weights."""
     result: list[VersionSpan] = []
     for span in spans:

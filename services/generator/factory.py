@@ -9,6 +9,7 @@ from dataclasses import replace
 from quartet.buffer.connection import ConnectionMonitor, connect_at_start
 from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.buffer.turn_records import TurnRecordStore
 from quartet.config.root import Config
 from quartet.contract.status import Role, ServiceStatus
 from quartet.engines.engine import Engine, ServedModel, TokenDecoder, find_engine
@@ -21,6 +22,7 @@ from quartet.rpc.security.credentials import Credentials
 from quartet.services.generator.episodes import EnvironmentAccess
 from quartet.services.generator.generator import Generator
 from quartet.services.generator.servicer import GeneratorServicer
+from quartet.services.generator.sessions.factory import agent_access
 from quartet.weight_transfer.cuda_ipc import cuda_runtime
 from quartet.weight_transfer.messages import WeightPeer
 from quartet.weight_transfer.process_group import group_settings
@@ -41,7 +43,9 @@ def build_generator(
     client = connect_at_start(url, config.timeouts.load_seconds)
     monitor = ConnectionMonitor(client, url)
     engine, model, status = create_engine(config)
-    environment = environment_access(config, credentials)
+    environment = environment_access(config, credentials) or agent_access(
+        config, credentials, model, lambda run: TurnRecordStore(client, url, run, monitor.mark_lost)
+    )
     generator = Generator(
         lambda: engine, model, status, lambda run: RolloutStream(client, url, run, monitor.mark_lost), environment
     )
@@ -61,9 +65,9 @@ def build_generator(
 
 
 def environment_access(config: Config, credentials: Credentials) -> EnvironmentAccess | None:
-    """Return the access to the environment service at services.environment.address; None for a run without turns."""
+    """Return the access to the environment service at services.environment.address; None for a run without it."""
     address = config.services.environment.address
-    if not config.has_environment or address is None:
+    if not config.has_environment or config.has_agents or address is None:
         return None
     client = EnvironmentClient(
         address, config.environment.timeout_seconds, config.timeouts, config.recovery, credentials

@@ -31,6 +31,7 @@ from quartet.errors import (
 )
 from quartet.services.generator.attestation import Attestation
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
+from quartet.services.generator.sessions.sessions import AgentAccess, generate_sessions
 from quartet.system.failpoints import failpoint
 from quartet.weight_transfer.receiver import PulledWeights
 from quartet.weight_transfer.tensors import WeightSet, combined_digest
@@ -73,15 +74,15 @@ class Generator:
         model: ServedModel,
         status: ServiceStatus,
         stream: Callable[[str], RolloutStream],
-        environment: EnvironmentAccess | None = None,
+        environment: EnvironmentAccess | AgentAccess | None = None,
         held: HeldWeights | None = None,
         fence: LeaderFence | None = None,
     ) -> None:
         """``engine`` returns the engine: a restore of an actor replaces the one that shares its weights.
 
         ``status`` has the fields that never change. ``stream`` returns the rollout stream of a run by its name. ``environment``
-        answers the turns of episodes. ``held``: the versions of this process, if requests take theirs from it. ``fence``: that of
-        the process.
+        answers the turns of episodes, or runs the agents that ask for them. ``held``: the versions of this process, if requests
+        take theirs from it. ``fence``: that of the process.
         """
         self._current_engine, self._model, self._status, self._stream = engine, model, status, stream
         self._environment, self._held_here = environment, held
@@ -293,13 +294,17 @@ class Generator:
             for response in engine.generate_turns(prompts, batch.sampling, batch.seed, cancelled, turns):
                 yield self._trajectory(response, batch)
 
+        later = generate_turns if isinstance(engine, TurnEngine) else None
+        if isinstance(self._environment, AgentAccess):
+            generate_sessions(self._environment, batch, requests, generate, later, writer.add, cancelled)
+            return
         generate_episodes(
             self._environment,
             batch,
             requests,
             self._model.vocabulary_size,
             generate,
-            generate_turns if isinstance(engine, TurnEngine) else None,
+            later,
             writer.add,
             cancelled,
         )
@@ -349,7 +354,9 @@ class Generator:
         return replace(span, policy_version=self._verified[span.weights_digest])
 
     def close(self) -> None:
-        """Release the engine."""
+        """Release the engine, and end all agents."""
+        if isinstance(self._environment, AgentAccess):
+            self._environment.close()
         self._engine.close()
 
     def status(self) -> ServiceStatus:

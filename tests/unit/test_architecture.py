@@ -100,8 +100,17 @@ def test_only_the_ends_of_a_call_import_protobuf_messages() -> None:
     assert wrong == []
 
 
-def test_only_the_gateway_imports_the_http_server() -> None:
-    assert importers("fastapi", "starlette", "uvicorn") == {"quartet.gateway"}
+def test_only_gateway_and_sessions_import_the_http_server() -> None:
+    assert importers("fastapi", "starlette", "uvicorn") == {"quartet.gateway", "quartet.services.generator"}
+    sessions = {
+        name
+        for name in modules()
+        if part(name) == "quartet.services.generator"
+        for imported, _ in imports(name)
+        if imported.split(".")[0] in ("fastapi", "starlette", "uvicorn")
+    }
+    # Only a run with agents loads them.
+    assert sessions == {f"quartet.services.generator.sessions.{name}" for name in ("app", "connections")}
 
 
 def test_numerics_import_only_torch_types_and_errors() -> None:

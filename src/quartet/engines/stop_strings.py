@@ -114,12 +114,12 @@ def cut(response: EngineResponse, stop_strings: StopStrings | None) -> EngineRes
         response,
         token_ids=response.token_ids[:end],
         log_probs=log_probs,
-        spans=_first_tokens(response.spans, end),
+        spans=first_tokens(response.spans, end),
         stopped=True,
     )
 
 
-def _first_tokens(spans: Sequence[VersionSpan], tokens: int) -> tuple[VersionSpan, ...]:
+def first_tokens(spans: Sequence[VersionSpan], tokens: int) -> tuple[VersionSpan, ...]:
     """Return the spans of the first ``tokens`` tokens."""
     result, left = list[VersionSpan](), tokens
     for span in spans:

@@ -1,0 +1,408 @@
+"""The HTTP server of sessions: /v1/chat/completions, /v1/completions and /v1/models, on a thread of its own.
+
+A key is checked before anything else of a request is read. Bodies share a budget of memory, and requests wait for it. A client
+that stops in the middle of a request, or does not read its answer, is disconnected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import resource
+import socket
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from quartet.errors import ConfigError
+from quartet.services.generator.sessions.connections import SessionProtocol
+from quartet.services.generator.sessions.protocol import Call, ProtocolError, parse_chat, parse_completion
+from quartet.services.generator.sessions.responses import Choice, Header, body_of, events_of, model_of, models_of
+from quartet.services.generator.sessions.session import Answer, Session, ended
+
+log = structlog.get_logger()
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+"""Size of a request's body."""
+MAX_BODIES_BYTES = 32 * MAX_BODY_BYTES
+"""Size of all bodies whose requests are being answered. Further requests wait before they are read."""
+MAX_WAITING = 64
+"""Requests of one session at once. A further one gets a 429."""
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+"""Bytes of a refused body that are read and dropped, so that its client reads the error instead of a closed connection."""
+BODY_SECONDS, DISCARD_SECONDS = 60.0, 5.0
+"""Time limit for receiving a body, and for receiving a refused one."""
+MAX_CONNECTIONS, RESERVED_FILES = 4096, 256
+"""Open connections, and the open files that a process needs besides. Beyond them, a request gets a 503."""
+KEEP_ALIVE_SECONDS = 30
+"""Time for which an idle connection stays open after a response."""
+MAX_INCOMPLETE_HEADER_BYTES = 32 * 1024
+"""Size of headers that have not been received completely."""
+THREADS = 4
+"""Threads for texts, token ids and Redis."""
+MAX_ENDED_KEYS = 10_000
+"""Number of keys of ended episodes that are told from wrong ones."""
+STOP_SECONDS = 5.0
+"""Longest wait for the end of the server."""
+
+
+class SessionServer:
+    """Server for the sessions of one process. It starts at its creation. Thread-safe where not said otherwise.
+
+    ``loop`` is its event loop, and ``threads`` are for work that takes long.
+    """
+
+    def __init__(self, listen: str, certificate: tuple[Path, Path] | None = None) -> None:
+        """Listen at HOST:PORT; port 0 selects a free one. ``certificate``: files of a certificate and its key, for TLS.
+
+        Raises ConfigError if the address cannot be used.
+        """
+        self._sessions: dict[bytes, Session] = {}
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        self._budget = _ByteBudget(MAX_BODIES_BYTES)
+        self._tasks = set[asyncio.Task[None]]()
+        self._waiting: dict[Session, int] = {}
+        self._created = int(time.time())
+        self.threads = ThreadPoolExecutor(THREADS, "sessions")
+        self.loop = asyncio.new_event_loop()
+        self._socket = _bind(listen)
+        host, port = self._socket.getsockname()[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._server = uvicorn.Server(_server_config(self._app(), certificate))
+        self._thread = threading.Thread(target=self._serve, name="sessions", daemon=True)
+        self._thread.start()
+
+    def register(self, key: str, session: Session) -> None:
+        """Admit requests with this key. Call it on the event loop."""
+        self._sessions[_digest(key)] = session
+
+    def unregister(self, key: str) -> None:
+        """Refuse requests with this key. Call it on the event loop."""
+        digest = _digest(key)
+        if self._sessions.pop(digest, None) is not None:
+            self._ended[digest] = None
+            if len(self._ended) > MAX_ENDED_KEYS:
+                self._ended.popitem(last=False)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine to its end. Call it on the event loop."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Stop the server. Requests that are being answered are disconnected."""
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(STOP_SECONDS)
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_until_complete(self._server.serve([self._socket]))
+        except Exception as error:
+            log.error("the server of sessions has ended", error=str(error))
+
+    def _app(self) -> Starlette:
+        post, get = ["POST"], ["GET"]
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._chat, methods=post),
+                Route("/v1/completions", self._completion, methods=post),
+                Route("/v1/models", self._models, methods=get),
+                Route("/v1/models/{model:path}", self._model, methods=get),
+            ],
+            exception_handlers={ProtocolError: _on_error, HTTPException: _on_http_error, Exception: _on_unexpected},
+        )
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._complete(request, parse_chat)
+
+    async def _completion(self, request: Request) -> Response:
+        return await self._complete(request, parse_completion)
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse(models_of(self._session(request).model, self._created))
+
+    async def _model(self, request: Request) -> Response:
+        model = self._session(request).model
+        _check_model(request.path_params["model"], model)
+        return JSONResponse(model_of(model, self._created))
+
+    async def _complete(self, request: Request, parse: Callable[[bytes], tuple[str, Call]]) -> Response:
+        body = _Body(request)
+        try:
+            session = self._session(request)
+            async with self._admitted(session), self._budget.taken(body.size()):
+                model, call = await self.loop.run_in_executor(self.threads, parse, await body.read())
+                _check_model(model, session.model)
+                return await self._answer(request, session, call)
+        except ProtocolError:
+            await body.discard()
+            raise
+        except ClientDisconnect:
+            # No one reads it.
+            return Response(status_code=499)
+
+    async def _answer(self, request: Request, session: Session, call: Call) -> Response:
+        retries = request.headers.get("x-stainless-retry-count", "0")
+        answer = session.answer(call, retries not in ("", "0"), request.headers.get("idempotency-key"))
+        assert answer.task is not None
+        gone = self.loop.create_task(_disconnected(request))
+        try:
+            await asyncio.wait((answer.task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.task.done():
+                raise ClientDisconnect
+            answer.task.result()
+            choices, header = await session.choices(answer, call), session.header(answer)
+            body = b""
+            if not call.stream:
+                body = await self.loop.run_in_executor(self.threads, _json_body, call, header, choices)
+            events = events_of(call, header, choices) if call.stream else iter(())
+            return _Delivery(session, answer, body, events)
+        except BaseException:
+            session.release(answer)
+            raise
+        finally:
+            gone.cancel()
+
+    def _session(self, request: Request) -> Session:
+        """Return the session of a request by its key. Raises ProtocolError."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise ProtocolError(
+                401,
+                "No API key. Send the key of the session as 'Authorization: Bearer KEY'; an agent gets it from Quartet.",
+                "invalid_api_key",
+            )
+        # The digest of a key is looked up, so the time that it takes tells nothing about other keys.
+        digest = _digest(key.strip())
+        if (session := self._sessions.get(digest)) is not None:
+            return session
+        if digest in self._ended:
+            raise ended()
+        raise ProtocolError(
+            401,
+            "Wrong API key. Send the key that Quartet gave to this run of the agent; it changes with every run.",
+            "invalid_api_key",
+        )
+
+    @asynccontextmanager
+    async def _admitted(self, session: Session) -> AsyncIterator[None]:
+        count = self._waiting.get(session, 0)
+        if count >= MAX_WAITING:
+            raise ProtocolError(
+                429,
+                f"{count} requests of this session are being answered or wait, one after the other; wait for answers.",
+                "rate_limit_exceeded",
+            )
+        self._waiting[session] = count + 1
+        try:
+            yield
+        finally:
+            self._waiting[session] -= 1
+            if not self._waiting[session]:
+                del self._waiting[session]
+
+
+class _Delivery(Response):
+    """A complete answer on its way to a client. It counts as delivered unless the connection ends before its last part."""
+
+    def __init__(self, session: Session, answer: Answer, body: bytes, events: Iterator[bytes]) -> None:
+        """``body`` is empty for a stream, which has ``events``."""
+        self._session, self._answer, self._events = session, answer, events
+        super().__init__(body, media_type="application/json" if body else "text/event-stream")
+        if not body:
+            del self.headers["content-length"]
+            self.headers["cache-control"] = "no-cache"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            # An empty part, to wait until the client has read most of what is before it.
+            for part in (*((self.body,) if self.body else self._events), b""):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            # Before the end, because an agent that has its answer may end at once.
+            self._session.set_delivered(self._answer, not await request.is_disconnected())
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._session.release(self._answer)
+
+
+class _Body:
+    """The body of a request, whose size is limited."""
+
+    def __init__(self, request: Request) -> None:
+        self._request, self._is_received = request, False
+
+    def size(self) -> int:
+        """Return the size of the body, or the limit if it is not declared. Raises ProtocolError above the limit."""
+        length = self._request.headers.get("content-length")
+        size = int(length) if length is not None and length.isdecimal() else MAX_BODY_BYTES
+        if size > MAX_BODY_BYTES:
+            raise _too_large()
+        return size
+
+    async def read(self) -> bytes:
+        """Return the body. Raises ProtocolError if it is too large or too slow, ClientDisconnect."""
+        parts, size = list[bytes](), 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in self._parts():
+                    size += len(part)
+                    if size > MAX_BODY_BYTES:
+                        raise _too_large()
+                    parts.append(part)
+        except TimeoutError:
+            raise ProtocolError(408, f"The body did not arrive within {BODY_SECONDS:.0f} s.", "timeout") from None
+        return b"".join(parts)
+
+    async def discard(self) -> None:
+        """Drop the rest of a refused body: a client that still sends would not read the error."""
+        size = 0
+        with suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                async for part in self._parts():
+                    size += len(part)
+                    if size > MAX_DISCARDED_BYTES:
+                        return
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        while not self._is_received:
+            message = await self._request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            self._is_received = not message.get("more_body", False)
+            yield message.get("body", b"")
+
+
+class _ByteBudget:
+    """Bytes that requests share. They wait in order. For one event loop."""
+
+    def __init__(self, size: int) -> None:
+        self._free = size
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def taken(self, size: int) -> AsyncIterator[None]:
+        """Take ``size`` bytes inside the context, once they are free."""
+        if self._waiting or self._free < size:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append((size, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():
+                    self._give_back(size)
+                raise
+        else:
+            self._free -= size
+        try:
+            yield
+        finally:
+            self._give_back(size)
+
+    def _give_back(self, size: int) -> None:
+        self._free += size
+        while self._waiting and (self._waiting[0][1].done() or self._free >= self._waiting[0][0]):
+            wanted, turn = self._waiting.popleft()
+            if not turn.done():
+                self._free -= wanted
+                turn.set_result(None)
+
+
+def _json_body(call: Call, header: Header, choices: Sequence[Choice]) -> bytes:
+    return json.dumps(body_of(call, header, choices), ensure_ascii=False, separators=(",", ":")).encode(
+        errors="replace"
+    )
+
+
+def _too_large() -> ProtocolError:
+    return ProtocolError(413, f"The body is larger than {MAX_BODY_BYTES} bytes; send less.", "request_too_large")
+
+
+def _check_model(given: str, model: str) -> None:
+    if given != model:
+        raise ProtocolError(
+            404,
+            f"The model {given[:100]!r} does not exist. Use {model!r}, which the agent gets in OPENAI_MODEL.",
+            "model_not_found",
+            "model",
+        )
+
+
+async def _disconnected(request: Request) -> None:
+    """Wait until the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _on_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ProtocolError)
+    return JSONResponse(error.body, error.status)
+
+
+def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = (
+        f"{request.method} {request.url.path[:100]} does not exist. This server has POST /v1/chat/completions, "
+        "POST /v1/completions and GET /v1/models."
+    )
+    return JSONResponse(ProtocolError(error.status_code, message).body, error.status_code, dict(error.headers or {}))
+
+
+def _on_unexpected(request: Request, error: Exception) -> Response:
+    log.error("internal error", method=request.method, path=request.url.path[:100], exc_info=error)
+    return JSONResponse(ProtocolError(500, "Internal error; see the log of the process.").body, 500)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()
+
+
+def _bind(listen: str) -> socket.socket:
+    host, _, port = listen.rpartition(":")
+    host = host.strip("[]")
+    try:
+        return socket.create_server((host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise ConfigError(
+            f"environment.agent.listen {listen}: cannot listen there ({error.strerror or error}); set a free port of this "
+            "machine, or port 0"
+        ) from None
+
+
+def _server_config(app: Starlette, certificate: tuple[Path, Path] | None) -> uvicorn.Config:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return uvicorn.Config(
+        app,
+        http=SessionProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=max(1, min(MAX_CONNECTIONS, files - RESERVED_FILES)),
+        h11_max_incomplete_event_size=MAX_INCOMPLETE_HEADER_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=1,
+        ssl_certfile=None if certificate is None else certificate[0],
+        ssl_keyfile=None if certificate is None else certificate[1],
+    )

@@ -1,0 +1,457 @@
+"""The official client of OpenAI, unmodified, with the torch engine and with answers by a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+
+from quartet.contract.agent import AgentResult, AgentRun
+from quartet.contract.trajectory import FinishReason, Outcome, SegmentRole, Trajectory
+from tests.services.generator.sessions.harness import Rig, Script
+
+Scripted = Callable[[Script], Rig]
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+    },
+}
+
+
+def client_of(run: AgentRun, **settings: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=run.base_url, api_key=run.api_key, **{"max_retries": 0, **settings})
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def ids_of(trajectory: Trajectory) -> list[list[tuple[str, list[int]]]]:
+    return [
+        [(segment.role, segment.token_ids.tolist()) for segment in branch.segments] for branch in trajectory.branches
+    ]
+
+
+def test_a_dialogue_is_one_branch_with_the_ids_of_the_engine(rig: Rig, run: str) -> None:
+    answers: list[Any] = []
+
+    def agent(start: AgentRun) -> AgentResult:
+        client = client_of(start)
+        assert [model.id for model in client.models.list()] == [start.model]
+        messages: list[Any] = [user("one two")]
+        for _ in range(3):
+            answer = client.chat.completions.create(model=start.model, messages=messages, max_tokens=6)
+            answers.append(answer)
+            messages += [answer.choices[0].message, user("three")]
+        return AgentResult(0.25)
+
+    [trajectory] = rig.checked(rig.batch(run, limit=200), agent)
+    [branch] = trajectory.branches
+    roles = [segment.role for segment in branch.segments]
+    assert roles == [SegmentRole.PROMPT, *[SegmentRole.POLICY, SegmentRole.OBSERVATION] * 2, SegmentRole.POLICY]
+    assert trajectory.turn_rewards == (0, 0, 0.25)
+    assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.DONE, Outcome.OK)
+    assert (trajectory.policy_version, trajectory.weights_digest, trajectory.generator) == (2, b"d" * 16, "me:1")
+    assert rig.text(branch.prompt_ids) == "<|im_start|>user\none two<|im_end|>\n<|im_start|>assistant\n"
+    tokens = 0
+    for answer, turn in zip(answers, trajectory.turns, strict=True):
+        assert answer.usage.completion_tokens == len(turn.token_ids) <= 6
+        tokens += answer.usage.completion_tokens
+        assert answer.model == run
+        assert answer.object == "chat.completion"
+    # The log-probs are those of the whole sequence, in one pass of the model.
+    whole = np.concatenate([segment.token_ids for segment in branch.segments])
+    with torch.no_grad():
+        logits = rig.engine._model(input_ids=torch.from_numpy(whole.astype(np.int64))[None]).logits[0].float()
+    expected = (
+        logits.log_softmax(-1)[:-1].gather(1, torch.from_numpy(whole[1:].astype(np.int64))[:, None])[:, 0].numpy()
+    )
+    mask = np.concatenate([np.zeros(len(branch.prompt_ids), bool), branch.response_mask])[1:]
+    assert mask.sum() == tokens
+    recorded = np.concatenate([np.zeros(len(branch.prompt_ids), np.float32), branch.log_probs])[1:]
+    np.testing.assert_allclose(recorded[mask], expected[mask], atol=1e-5)
+
+
+def test_an_episode_is_the_same_whenever_and_with_whatever_else_it_is_played(rig: Rig, run: str) -> None:
+    def agent(start: AgentRun) -> AgentResult:
+        client, messages = client_of(start), [user(f"one {start.fields}")]
+        for _ in range(4):
+            answer = client.chat.completions.create(model=start.model, messages=messages, max_tokens=5)
+            messages += [answer.choices[0].message.model_dump(), user("two")]
+        return AgentResult(1.0)
+
+    def played(name: str, episodes: int, max_open: int) -> list[Any]:
+        rig.max_open = max_open
+        result = rig.checked(rig.batch(name, episodes, limit=150), agent)
+        return [(ids_of(item), np.concatenate([turn.log_probs for turn in item.turns]).tolist()) for item in result]
+
+    expected = played(f"{run}1", 6, 64)
+    assert played(f"{run}2", 6, 2) == expected
+    assert played(f"{run}3", 1, 1) == expected[:1]
+
+
+def test_the_asynchronous_client_and_requests_at_once(rig: Rig, run: str) -> None:
+    async def conversation(start: AgentRun) -> None:
+        async with openai.AsyncOpenAI(base_url=start.base_url, api_key=start.api_key, max_retries=0) as client:
+            results = await asyncio.gather(
+                *(
+                    client.chat.completions.create(model=start.model, messages=[user(word)], max_tokens=4)
+                    for word in ("one", "two", "three")
+                )
+            )
+            assert len({result.id for result in results}) == 3
+
+    def agent(start: AgentRun) -> AgentResult:
+        asyncio.run(conversation(start))
+        return AgentResult(1.0)
+
+    [trajectory] = rig.checked(rig.batch(run), agent)
+    assert len(trajectory.branches) == 3
+    prompts = {rig.text(branch.prompt_ids) for branch in trajectory.branches}
+    assert prompts == {
+        f"<|im_start|>user\n{word}<|im_end|>\n<|im_start|>assistant\n" for word in ("one", "two", "three")
+    }
+
+
+def test_several_choices_are_branches_of_one_prompt(rig: Rig, run: str) -> None:
+    def agent(start: AgentRun) -> AgentResult:
+        answer = client_of(start).chat.completions.create(
+            model=start.model,
+            messages=[user("one")],
+            n=3,
+            max_tokens=5,
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        assert answer.usage is not None
+        # The prompt counts once.
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+        return AgentResult(1.0)
+
+    [trajectory] = rig.checked(rig.batch(run), agent)
+    first, *rest = trajectory.branches
+    size = len(first.prompt_ids)
+    assert [(branch.parent, branch.shared_tokens) for branch in rest] == [(0, size), (0, size)]
+    assert len({branch.response_ids.tobytes() for branch in trajectory.branches}) == 3
+
+
+def test_log_probs_are_those_of_the_sampled_tokens(rig: Rig, run: str) -> None:
+    seen: list[Any] = []
+
+    def agent(start: AgentRun) -> AgentResult:
+        client = client_of(start)
+        chat = client.chat.completions.create(
+            model=start.model,
+            messages=[user("one")],
+            logprobs=True,
+            max_tokens=6,
+        )
+        plain = client.completions.create(model=start.model, prompt="one two", logprobs=0, max_tokens=6)
+        seen.extend([chat.choices[0].logprobs.content, plain.choices[0].logprobs])
+        return AgentResult(1.0)
+
+    [trajectory] = rig.checked(rig.batch(run), agent)
+    chat, plain = trajectory.turns
+    assert [token.logprob for token in seen[0]] == chat.log_probs.tolist()
+    assert [token.token for token in seen[0]] == [rig.text([token]) for token in chat.token_ids]
+    assert seen[1].token_logprobs == plain.log_probs.tolist()
+    assert seen[1].text_offset[0] == 0
+
+
+def streamed(chunks: Any) -> tuple[str, str, list[Any], list[str], Any]:
+    """Return content, reasoning, tool calls, finish reasons and usage of a stream."""
+    content, reasoning, reasons, usage = "", "", list[str](), None
+    calls: dict[int, dict[str, str]] = {}
+    for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+            for call in choice.delta.tool_calls or ():
+                entry = calls.setdefault(call.index, {"id": "", "name": "", "arguments": ""})
+                entry["id"] += call.id or ""
+                entry["name"] += call.function.name or ""
+                entry["arguments"] += call.function.arguments or ""
+    return content, reasoning, list(calls.values()), reasons, usage
+
+
+def test_a_stream_has_the_same_answer(scripted: Scripted, run: str) -> None:
+    long = "word " * 1000
+    rig = scripted(lambda prompt: f"<think>\nhm\n</think>\n\n{long}" if "one" in prompt else "ß🦊 end")
+
+    def agent(start: AgentRun) -> AgentResult:
+        client = client_of(start)
+        options = {"include_usage": True}
+        chunks = client.chat.completions.create(
+            model=start.model,
+            messages=[user("one")],
+            stream=True,
+            stream_options=options,
+        )
+        content, reasoning, _, reasons, usage = streamed(chunks)
+        assert (content.strip(), reasoning.strip(), reasons) == (long.strip(), "hm", ["stop"])
+        assert usage.completion_tokens > 1000
+        text = client.completions.create(model=start.model, prompt="two", stream=True, max_tokens=50)
+        assert "".join(chunk.choices[0].text for chunk in text) == "ß🦊 end"
+        with client.chat.completions.stream(model=start.model, messages=[user("two")]) as events:
+            final = events.get_final_completion()
+        assert final.choices[0].message.content == "ß🦊 end"
+        return AgentResult(1.0)
+
+    [trajectory] = rig.checked(rig.batch(run, limit=20_000), agent)
+    assert len(trajectory.turns) == 3
+
+
+def test_tool_calls_in_both_forms_and_the_way_back(scripted: Scripted, run: str) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+    def script(prompt: str) -> str:
+        return "It is 3." if "<|im_start|>tool" in prompt else f"I add.\n{call}"
+
+    rig = scripted(script)
+
+    def agent(start: AgentRun) -> AgentResult:
+        client = client_of(start)
+        for stream in (False, True):
+            messages: list[Any] = [user("1 and 2?")]
+            if stream:
+                chunks = client.chat.completions.create(model=start.model, messages=messages, tools=[ADD], stream=True)
+                content, _, calls, reasons, _ = streamed(chunks)
+                name, arguments, id = calls[0]["name"], calls[0]["arguments"], calls[0]["id"]
+                assert reasons == ["tool_calls"]
+                messages.append(
+                    {
+                        "role": "assistant",
+                        "content": content,
+                        "tool_calls": [
+                            {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+                        ],
+                    }
+                )
+            else:
+                answer = client.chat.completions.create(model=start.model, messages=messages, tools=[ADD])
+                [choice] = answer.choices
+                assert choice.finish_reason == "tool_calls"
+                [given] = choice.message.tool_calls or []
+                assert given.type == "function"
+                name, arguments, id = given.function.name, given.function.arguments, given.id
+                messages.append(choice.message)
+            assert (name, json.loads(arguments)) == ("add", {"a": 1, "b": 2})
+            messages.append({"role": "tool", "tool_call_id": id, "content": "3"})
+            final = client.chat.completions.create(model=start.model, messages=messages, tools=[ADD])
+            assert final.choices[0].message.content == "It is 3."
+            assert final.choices[0].finish_reason == "stop"
+        return AgentResult(1.0)
+
+    [trajectory] = rig.checked(rig.batch(run, limit=1000), agent)
+    assert len(trajectory.branches) == 2
+    for branch in trajectory.branches:
+        assert [rig.text(turn.token_ids) for turn in branch.turns] == [
+            f"I add.\n{call}<|im_end|>",
+            "It is 3.<|im_end|>",
+        ]
+        observation = branch.segments[2]
+        assert rig.text(observation.token_ids) == "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_tools_that_are_not_given_or_not_chosen_are_text(scripted: Scripted, run: str) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    rig = scripted(lambda prompt: call)
+
+    def agent(start: AgentRun) -> AgentResult:
+        client = client_of(start)
+        for settings in ({}, {"tools": [ADD], "tool_choice": "none"}):
+            answer = client.chat.completions.create(model=start.model, messages=[user("x")], **settings)
+            assert answer.choices[0].message.tool_calls is None
+            assert answer.choices[0].message.content == call
+        return AgentResult(1.0)
+
+    rig.checked(rig.batch(run, limit=1000), agent)
+
+
+@pytest.mark.parametrize("echoes", [True, False])
+def test_reasoning_that_the_agent_drops_begins_a_branch(scripted: Scripted, run: str, echoes: bool) -> None:
+    rig = scripted(lambda prompt: "<think>\nhm\n</think>\n\nyes")
+    keeps = {"chat_template_kwargs": {"keep_thinking": True}}
+
+    def agent(start: AgentRun) -> AgentResult:
+        client, messages = client_of(start), [user("really?")]
+        for _ in range(2):
+            answer = client.chat.completions.create(model=start.model, messages=messages, extra_body=keeps)
+            message = answer.choices[0].message
+            assert (message.content, message.model_extra) == ("yes", {"reasoning_content": "hm"})
+            sent = message.model_dump() if echoes else {"role": "assistant", "content": message.content}
+            messages += [sent, user("sure?")]
+        return AgentResult(1.0)
+
+    [trajectory] = rig.checked(rig.batch(run, limit=500), agent)
+    assert len(trajectory.branches) == (1 if echoes else 2)
+    if not echoes:
+        assert "hm" not in rig.text(trajectory.branches[1].prompt_ids)
+
+
+def test_a_template_that_drops_earlier_reasoning_begins_a_branch(scripted: Scripted, run: str) -> None:
+    rig = scripted(lambda prompt: "<think>\nhm\n</think>\n\nyes")
+
+    def agent(start: AgentRun) -> AgentResult:
+        client, messages = client_of(start), [user("really?")]
+        for _ in range(2):
+            answer = client.chat.completions.create(model=start.model, messages=messages)
+            messages += [answer.choices[0].message.model_dump(), user("sure?")]
+        return AgentResult(1.0)
+
+    [trajectory] = rig.checked(rig.batch(run, limit=500), agent)
+    assert len(trajectory.branches) == 2
+    assert "hm" not in rig.text(trajectory.branches[1].prompt_ids)
+
+
+def test_stop_strings_end_an_answer_and_are_no_part_of_it(scripted: Scripted, run: str) -> None:
+    rig = scripted(lambda prompt: "one two three four five")
+
+    def agent(start: AgentRun) -> AgentResult:
+        client = client_of(start)
+        answer = client.chat.completions.create(model=start.model, messages=[user("count")], stop=["three", "x"])
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("one two ", "stop")
+        text = client.completions.create(model=start.model, prompt="count", stop="two", max_tokens=50)
+        assert (text.choices[0].text, text.choices[0].finish_reason) == ("one ", "stop")
+        return AgentResult(1.0)
+
+    [trajectory] = rig.checked(rig.batch(run, limit=500), agent)
+    first, second = trajectory.turns
+    # The policy's tokens end with the token that completes the string, with their log-probs.
+    assert rig.text(first.token_ids).startswith("one two three")
+    assert "four" not in rig.text(first.token_ids)
+    assert len(first.log_probs) == len(first.token_ids)
+    assert "three" not in rig.text(second.token_ids)
+
+
+def test_max_tokens_cuts_an_answer_and_the_next_request_continues_it(scripted: Scripted, run: str) -> None:
+    rig = scripted(lambda prompt: "one two three four five")
+
+    def agent(start: AgentRun) -> AgentResult:
+        client = client_of(start)
+        answer = client.chat.completions.create(
+            model=start.model,
+            messages=[user("count")],
+            max_completion_tokens=3,
+        )
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 3
+        messages = [user("count"), answer.choices[0].message, user("go on")]
+        client.chat.completions.create(model=start.model, messages=messages)
+        return AgentResult(1.0)
+
+    [trajectory] = rig.checked(rig.batch(run, limit=500), agent)
+    [branch] = trajectory.branches
+    # The end token is missing, so the observation begins with it.
+    assert rig.text(branch.segments[2].token_ids).startswith("<|im_end|>\n<|im_start|>user\ngo on")
+
+
+def test_completions_continue_their_text_and_token_ids(scripted: Scripted, run: str) -> None:
+    rig = scripted(lambda prompt: " two…" if prompt.endswith("one") else " end")
+    tokens: list[int] = rig.tokenizer("one")["input_ids"]
+
+    def agent(start: AgentRun) -> AgentResult:
+        client = client_of(start)
+        first = client.completions.create(model=start.model, prompt="one", max_tokens=2)
+        text = "one" + first.choices[0].text
+        client.completions.create(model=start.model, prompt=f"{text} three", max_tokens=9)
+        by_ids = client.completions.create(model=start.model, prompt=tokens, max_tokens=2)
+        assert by_ids.choices[0].text == first.choices[0].text
+        several = client.completions.create(model=start.model, prompt=["a", "b"], n=2, max_tokens=2)
+        assert len(several.choices) == 4
+        return AgentResult(1.0)
+
+    [trajectory] = rig.checked(rig.batch(run, limit=500), agent)
+    first = trajectory.branches[0]
+    assert [segment.role for segment in first.segments] == ["prompt", "policy", "observation", "policy"]
+    assert rig.text(first.segments[2].token_ids) == " three"
+    assert len(trajectory.branches) == 6
+
+
+def test_errors_are_those_of_the_api(rig: Rig, run: str) -> None:
+    def agent(start: AgentRun) -> AgentResult:
+        client, messages = client_of(start), [user("one")]
+        with pytest.raises(openai.NotFoundError) as not_found:
+            client.chat.completions.create(model="gpt-4o", messages=messages)
+        assert (not_found.value.code, not_found.value.param) == ("model_not_found", "model")
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("gpt-4o")
+        assert client.models.retrieve(start.model).id == start.model
+        with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+            client.chat.completions.create(model=start.model, messages=messages, logprobs=True, top_logprobs=2)
+        with pytest.raises(openai.BadRequestError, match="no such role"):
+            client.chat.completions.create(model=start.model, messages=[{"role": "bad", "content": "x"}])
+        with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions"):
+            client.embeddings.create(model=start.model, input="x")
+        with pytest.raises(openai.BadRequestError, match="outside 0"):
+            client.completions.create(model=start.model, prompt=[100_000])
+        wrong = openai.OpenAI(base_url=start.base_url, api_key="quartet-wrong", max_retries=0)
+        with pytest.raises(openai.AuthenticationError, match="Wrong API key") as refused:
+            wrong.chat.completions.create(model=start.model, messages=messages)
+        assert refused.value.code == "invalid_api_key"
+        client.chat.completions.create(model=start.model, messages=messages, max_tokens=2)
+        return AgentResult(0.5)
+
+    [trajectory] = rig.checked(rig.batch(run), agent)
+    assert len(trajectory.turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "code"),
+    [
+        ("turns", "max_turns"),
+        ("branches", "max_branches"),
+        ("tokens", "max_tokens"),
+        ("context", "context_length_exceeded"),
+    ],
+)
+def test_a_limit_is_an_error_that_names_it_and_the_reason_of_the_end(
+    scripted: Scripted, run: str, limit: str, code: str
+) -> None:
+    rig = scripted(lambda prompt: "one two three…")
+    rig.max_branches = 2 if limit == "branches" else 16
+    rig.max_tokens = 7 if limit == "tokens" else None
+    rig.max_prompt_tokens = 60
+
+    def agent(start: AgentRun) -> AgentResult:
+        client = client_of(start)
+
+        def ask_on() -> None:
+            for number in range(9):
+                text = "long " * 100 if limit == "context" and number else f"try {number}"
+                client.chat.completions.create(model=start.model, messages=[user(text)], max_tokens=3)
+
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask_on()
+        assert caught.value.code == code
+        return AgentResult(0.5)
+
+    [trajectory] = rig.checked(rig.batch(run, max_turns=3 if limit == "turns" else 8, limit=30), agent)
+    assert trajectory.finish_reason is FinishReason.LENGTH
+    assert trajectory.turn_rewards[-1] == 0.5
+    assert sum(len(turn.token_ids) for turn in trajectory.turns) <= 9
+
+
+def test_a_key_ends_with_its_episode(rig: Rig, run: str) -> None:
+    runs: list[AgentRun] = []
+
+    def agent(start: AgentRun) -> AgentResult:
+        client_of(start).chat.completions.create(model=start.model, messages=[user("one")], max_tokens=2)
+        runs.append(start)
+        return AgentResult(1.0)
+
+    rig.checked(rig.batch(run, 2), agent)
+    assert len({start.api_key for start in runs}) == 2
+    with pytest.raises(openai.AuthenticationError, match="episode of this API key has ended"):
+        client_of(runs[0]).models.list()
