@@ -118,6 +118,7 @@ def test_generators_get_the_policy_of_ranks_on_two_machines(
         "rollout.generators=2",
         "services.generator.num_threads=1",
         f"rollout.process_group={'none' if lost else 'gloo'}",
+        "recovery.hang_timeout_seconds=20",
     )
     first, second = nodes.start(0), nodes.start(1, *isolated)
     options = [*frozen.serving("reward", "reference"), *settings("gateway.enabled=false"), *GROUPS[2:]]
@@ -125,7 +126,8 @@ def test_generators_get_the_policy_of_ranks_on_two_machines(
     if lost:
         command.wait_for(lambda: committed_steps(tmp_path / "runs" / "tiny") >= 2)
         lose(second)
-        first.wait_for(lambda: re.search(r"rank 1 of 2 \(process \d+\): no sign of life", first.err), 20)
+        # Rank 0 notices it in the next collective, or if there is none, after the time limit.
+        first.wait_for(lambda: re.search(r"rank 1 of 2 \(process \d+\): no (sign of life|progress)", first.err))
         nodes.start(1, *isolated)
     result = command.wait(LIMIT)
     assert (result.code, result.err, result.leftovers) == (0, "", []), result
@@ -134,6 +136,8 @@ def test_generators_get_the_policy_of_ranks_on_two_machines(
     assert weights(run.directory) == weights(group_run.directory)
     logs = [path.read_text() for path in sorted((run.directory / "logs").glob("generator*.log"))]
     ways = [set(re.findall("event='weights loaded'.* way='(.*)'", log)) for log in logs]
-    # One generator has the policy from the trainer, and the other maps its copy.
-    assert {"shared memory"} in ways
-    assert set().union(*ways) <= {"shared memory", *(("full", "delta") if lost else ("process group",))}
+    if lost:
+        assert set().union(*ways) <= {"shared memory", "full", "delta"}
+    else:
+        # One generator has the policy from the trainer, and the other maps its copy.
+        assert sorted(ways, key=min) == [{"process group"}, {"shared memory"}]
