@@ -13,6 +13,7 @@ import numpy as np
 from quartet.buffer.connection import connect
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.conformance.runner import AGENT
 from quartet.conformance.target import Limits, Target
 from quartet.contract.arrays import FloatArray
 from quartet.contract.generation import EngineProperties
@@ -28,11 +29,13 @@ from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.server import Server
 from quartet.services.actor.servicer import ActorServicer
 from quartet.services.critic.servicer import CriticServicer
+from quartet.services.environment.agents.servicer import AgentServicer
 from quartet.services.environment.servicer import EnvironmentServicer
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
 from quartet.services.update_log import UpdateLog
 from quartet.system.durable_files import checkpoint_path, confine_path, describe_files
+from tests.conformance.agents import TinyAgents
 from tests.conformance.environments import TinyEnvironment
 
 VOCABULARY, MAX_TOKENS = 24, 40
@@ -231,7 +234,11 @@ class Service:
     after_start: list[Callable[[Server], None]] = field(default_factory=list)
 
 
-def _service(role: Role, folder: Path, url: str) -> Service:
+def _service(role: str, folder: Path, url: str) -> Service:
+    if role == AGENT:
+        agents: Any = TinyAgents()
+        return Service(Role.ENVIRONMENT, agents, AgentServicer(agents, 1))
+    role = Role(role)
     if role is Role.ENVIRONMENT:
         host: Any = TinyEnvironment()
         return Service(role, host, EnvironmentServicer(host, 1))
@@ -244,7 +251,7 @@ def _service(role: Role, folder: Path, url: str) -> Service:
 
 @contextmanager
 def serving(
-    role: Role,
+    role: str,
     folder: Path,
     url: str,
     mutate: Callable[[Service], None] = lambda _: None,
@@ -262,7 +269,7 @@ def serving(
     limits = Limits(
         seconds=seconds, allow_changes=True, buffer_url=url, failing_fields=FAILING, distinct_response=(1, 2)
     )
-    target = Target(role, server.address, limits)
+    target = Target(service.role, server.address, limits)
     try:
         yield target
     finally:

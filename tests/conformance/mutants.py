@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from grpc_health.v1 import health_pb2
 
+from quartet.conformance.runner import AGENT
 from quartet.contract.status import Role
 from quartet.errors import FailedPrecondition, InvalidRequest
 from quartet.v1 import trajectory_pb2
+from tests.conformance.agent_mutants import AGENT_MUTANTS
 from tests.conformance.environment_mutants import ENVIRONMENT_MUTANTS
 from tests.conformance.faults import (
     Misnamed,
@@ -85,7 +87,7 @@ class Mutant:
     """A fault of a service, and the id of the check that names it."""
 
     name: str
-    role: Role
+    role: str
     check: str
     mutate: Callable[[Service], None]
 
@@ -318,4 +320,5 @@ MUTANTS = [
     Mutant("trajectories of a refused request", ACTOR, "generate.version", writes_before_refusal),
     *(Mutant(name, role, check, fault) for name, role, check, fault in SERVER_MUTANTS),
     *(Mutant(name, Role.ENVIRONMENT, check, fault) for name, check, fault in ENVIRONMENT_MUTANTS),
+    *(Mutant(name, AGENT, check, fault) for name, check, fault in AGENT_MUTANTS),
 ]

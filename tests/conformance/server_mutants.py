@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from quartet.config.deployment import SecurityConfig
 from quartet.conformance.batches import batch_of, tensor
+from quartet.conformance.runner import AGENT
 from quartet.contract.status import Role
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server, StatusServicer
@@ -76,7 +77,8 @@ def _other_instance(service: Service) -> None:
 
 BATCH = batch_of([(np.array([1], np.int32), np.array([1], np.int32))])
 RESET = environment_pb2.ResetRequest(session="a", token_ids=tensor([1]))
-SERVER_MUTANTS: list[tuple[str, Role, str, Callable[[Service], None]]] = [
+RUN = environment_pb2.RunAgentRequest(session="a", base_url="http://127.0.0.1:9/v1", api_key="k" * 16, model="m")
+SERVER_MUTANTS: list[tuple[str, str, str, Callable[[Service], None]]] = [
     ("another id of the process each time", Role.REWARD, "status.instance", _other_instance),
     ("an unknown method that answers", Role.REWARD, "errors.unknown_method",
      _unknown_method),
@@ -84,6 +86,8 @@ SERVER_MUTANTS: list[tuple[str, Role, str, Callable[[Service], None]]] = [
      _any_bytes("quartet.v1.RewardService", "Score", reward_pb2.ScoreRequest(batch=BATCH))),
     ("any bytes as a reset", Role.ENVIRONMENT, "session.garbage",
      _any_bytes("quartet.v1.EnvironmentService", "Reset", RESET)),
+    ("any bytes as a run", AGENT, "run.garbage",
+     _any_bytes("quartet.v1.EnvironmentService", "RunAgent", RUN)),
 ]  # fmt: skip
 """Name, role, id of the check that must fail, and fault."""
 

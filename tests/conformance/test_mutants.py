@@ -12,7 +12,7 @@ import pytest
 from quartet.config.deployment import SecurityConfig
 from quartet.conformance import batch_checks
 from quartet.conformance.check import CheckOutcome
-from quartet.conformance.runner import ROLES, checks_of, run_checks
+from quartet.conformance.runner import AGENT, ROLES, checks_of, run_checks
 from quartet.conformance.target import Limits, Target
 from quartet.contract.status import Role
 from quartet.rpc.security.certificates import Authority
@@ -23,8 +23,8 @@ from tests.conformance.mutants import MUTANTS, Mutant
 from tests.conformance.server_mutants import ACCESS_MUTANTS
 
 
-@pytest.mark.parametrize("role", [Role.REWARD, Role.REFERENCE, Role.CRITIC, Role.ACTOR, Role.ENVIRONMENT])
-def test_a_correct_service_passes_every_check(role: Role, tmp_path: Path, redis_url: str) -> None:
+@pytest.mark.parametrize("role", [Role.REWARD, Role.REFERENCE, Role.CRITIC, Role.ACTOR, Role.ENVIRONMENT, AGENT])
+def test_a_correct_service_passes_every_check(role: str, tmp_path: Path, redis_url: str) -> None:
     with serving(role, tmp_path, redis_url) as target:
         results = run_checks(target, checks_of(role))
     failed = {result.check.id: result.detail for result in results if result.outcome is CheckOutcome.FAILED}

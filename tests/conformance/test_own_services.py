@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from quartet.codec.generation import WeightUpdate
 from quartet.config.deployment import TimeoutsConfig
 from quartet.conformance.check import CheckOutcome
 from quartet.conformance.report import line_of
-from quartet.conformance.runner import checks_of, run_checks
+from quartet.conformance.runner import AGENT, checks_of, run_checks
 from quartet.conformance.target import Limits, Target
 from quartet.contract.status import MODEL_ROLES, Role
 from quartet.rpc.clients import GenerationClient
@@ -39,7 +40,7 @@ def address(folder: Path, redis_url: str) -> Iterator[str]:
 
 
 def require_conformance(
-    role: Role,
+    role: str,
     address: str,
     redis_url: str,
     allowed_skips: set[str] = ALLOWED_SKIPS,
@@ -47,7 +48,13 @@ def require_conformance(
     **limits: Any,
 ) -> None:
     """Require that a service passes the checks whose names ``only`` selects."""
-    with closing(Target(role, address, Limits(allow_changes=True, buffer_url=redis_url, **limits))) as target:
+    with closing(
+        Target(
+            Role.ENVIRONMENT if role == AGENT else Role(role),
+            address,
+            Limits(allow_changes=True, buffer_url=redis_url, **limits),
+        )
+    ) as target:
         results = run_checks(target, [check for check in checks_of(role) if only(check.id)])
         report = "\n".join(map(line_of, results))
     assert not [result for result in results if result.outcome is CheckOutcome.FAILED], report
@@ -116,3 +123,18 @@ def test_an_environment_conforms(folder: Path, redis_url: str) -> None:
     }
     with service_process(folder, config, [Role.ENVIRONMENT]) as (_, ready):
         require_conformance(Role.ENVIRONMENT, ready()["address"], redis_url, failing_fields='{"level": -1}')
+
+
+AGENTS = {
+    "command": [sys.executable, "-P", "-m", "tests.environments.agent_functions"],
+    "function": "tests.environments.agent_functions:two_turns",
+}
+
+
+@pytest.mark.parametrize("kind", AGENTS)
+def test_a_service_of_agents_conforms(kind: str, folder: Path, redis_url: str) -> None:
+    config = config_tree(folder, redis_url)
+    config["rollout"]["max_turns"] = 4
+    config["environment"] = {"kind": "agent", "agent": {kind: AGENTS[kind]}}
+    with service_process(folder, config, [Role.ENVIRONMENT]) as (_, ready):
+        require_conformance(AGENT, ready()["address"], redis_url, fields='{"text": "hi"}', failing_fields="{}")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 import time
 import urllib.request
 from typing import Any
@@ -22,12 +23,33 @@ def ask(base_url: str, key: str, model: str, text: str) -> str:
         return str(json.load(response)["choices"][0]["message"]["content"])
 
 
+async def ask_async(base_url: str, key: str, model: str, text: str) -> str:
+    """The same on an event loop: a cancellation closes the connection."""
+    host, _, port = base_url.removeprefix("http://").removesuffix("/v1").rpartition(":")
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": text}]}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\n"
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        await reader.readuntil(b"Content-Length: ")
+        length = int(await reader.readline())
+        await reader.readuntil(b"\r\n")
+        answer = json.loads(await reader.readexactly(length))
+        return str(answer["choices"][0]["message"]["content"])
+    finally:
+        writer.close()
+
+
 async def two_turns(fields: dict[str, Any], base_url: str, api_key: str, model: str, seed: int, session: str) -> Any:
     """Ask twice; the second question is the first answer."""
     text = fields["text"]
     for _ in range(2):
-        text = await asyncio.to_thread(ask, base_url, api_key, model, text)
+        text = await ask_async(base_url, api_key, model, text)
     return {"reward": float(len(text)), "logged": {"text": text, "seed": seed, "session": session}}
+
+
+MEETING = 20
+_meeting = threading.Barrier(MEETING)
 
 
 async def as_told(fields: dict[str, Any], **others: Any) -> Any:
@@ -44,6 +66,8 @@ async def as_told(fields: dict[str, Any], **others: Any) -> Any:
         time.sleep(fields["block"])
     if "wait" in fields:
         await asyncio.sleep(fields["wait"])
+    if "meet" in fields:
+        await asyncio.to_thread(_meeting.wait, 60)
     if "print" in fields:
         print(fields["print"], others["api_key"])
     if "object" in fields:

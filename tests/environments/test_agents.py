@@ -24,6 +24,7 @@ from quartet.environments import agents as agents_module
 from quartet.environments.agent_results import OUTCOMES, Unusable, result_of, result_of_line
 from quartet.environments.agents import AgentHost
 from quartet.errors import ConfigError, InvalidRequest, ServiceBusy, SessionLost
+from tests.environments.agent_functions import MEETING
 from tests.environments.policy_endpoint import PolicyEndpoint
 from tests.waiting import wait_until
 
@@ -399,6 +400,12 @@ def test_many_functions_wait_at_once_in_one_process(host: Start) -> None:
     agents = host(function=f"{FUNCTIONS}:as_told", max_concurrent=200)
     started = [agents.start(run(session=f"r/1/{index}/0/1", wait=1, **{"return": index})) for index in range(200)]
     assert [each.result().reward for each in started] == list(range(200))
+
+
+def test_many_functions_wait_in_threads_at_once(host: Start) -> None:
+    agents = host(function=f"{FUNCTIONS}:as_told")
+    started = [agents.start(run(meet=True)) for _ in range(MEETING)]
+    assert [each.result() for each in started] == [AgentResult()] * MEETING
 
 
 def test_a_printed_key_does_not_reach_the_log(host: Start, capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from quartet.config.deployment import SecurityConfig
 from quartet.conformance.check import CheckOutcome
 from quartet.conformance.connection import connect, host_and_port
 from quartet.conformance.report import as_json, header_of, line_of, summary_of
-from quartet.conformance.runner import ROLES, checks_of, run_checks
+from quartet.conformance.runner import AGENT, ROLES, checks_of, run_checks
 from quartet.conformance.target import Limits, Target
 from quartet.contract.status import Role
 from quartet.errors import ConfigError, ServiceUnavailable
@@ -44,19 +44,18 @@ def conformance(
 
     ``only``: ids of checks, or their beginnings. Raises ConfigError for a wrong argument, and if nothing listens at the address.
     """
-    known = {str(each): each for each in ROLES}
-    if role not in known:
-        raise ConfigError(f"role {role}: expected one of {', '.join(known)}")
+    if role not in ROLES:
+        raise ConfigError(f"role {role}: expected one of {', '.join(ROLES)}")
     host_and_port(address)
     for option, fields in (("--fields", limits.fields), ("--failing-fields", limits.failing_fields)):
         if fields is not None and not _is_json_object(fields):
             raise ConfigError(f'{option} {fields[:80]}: expected a JSON object, such as {{"answer": 1}}')
-    checks = [check for check in checks_of(known[role]) if not only or any(check.id.startswith(each) for each in only)]
+    checks = [check for check in checks_of(role) if not only or any(check.id.startswith(each) for each in only)]
     if not checks:
         raise ConfigError(
             f"--only {', '.join(only)}: the {role} has no such check; expected an id, such as health.server"
         )
-    target = _target(known[role], address, limits, access)
+    target = _target(Role.ENVIRONMENT if role == AGENT else Role(role), address, limits, access)
     try:
         connect(target)
         if limits.buffer_url is not None:

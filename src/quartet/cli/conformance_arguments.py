@@ -10,7 +10,7 @@ import typer
 
 def check_conformance(
     role: Annotated[
-        str, typer.Argument(metavar="ROLE", help="reward, reference, critic, actor, generator or environment.")
+        str, typer.Argument(metavar="ROLE", help="reward, reference, critic, actor, generator, environment or agent.")
     ],
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT of the service.")],
     only: Annotated[

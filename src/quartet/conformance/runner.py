@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from quartet.conformance.agent_checks import agent_checks
 from quartet.conformance.batch_checks import batch_checks
 from quartet.conformance.check import Check, CheckOutcome, CheckResult
 from quartet.conformance.environment_checks import environment_checks
@@ -25,21 +26,26 @@ from quartet.conformance.target import Target
 from quartet.conformance.update_checks import update_checks
 from quartet.contract.status import Role
 
-_CHECKS: dict[Role, Callable[[], list[Check]]] = {
+AGENT = "agent"
+"""Name of the environment service that runs agents, in the place of a role."""
+_CHECKS: dict[str, Callable[[], list[Check]]] = {
     Role.REWARD: lambda: [*batch_checks(SCORE), *reward_checks()],
     Role.REFERENCE: lambda: [*batch_checks(REFERENCE_LOG_PROBS), *reference_checks()],
     Role.CRITIC: lambda: [*batch_checks(VALUES), *values_checks(), *update_checks()],
     Role.ACTOR: lambda: [*batch_checks(ACTOR_LOG_PROBS), *actor_checks(), *generation_checks(), *update_checks()],
     Role.GENERATOR: generation_checks,
     Role.ENVIRONMENT: environment_checks,
+    AGENT: agent_checks,
 }
 ROLES = tuple(_CHECKS)
-"""Roles that have checks."""
+"""Roles that have checks, and AGENT."""
 
 
-def checks_of(role: Role) -> list[Check]:
-    """Return the checks of a role, in the order in which they run."""
-    return [*process_checks(), *_CHECKS[role]()]
+def checks_of(role: str) -> list[Check]:
+    """Return the checks of one of ROLES, in the order in which they run."""
+    # No tokens reach agents.
+    common = [check for check in process_checks() if role != AGENT or check.id != "status.vocabulary"]
+    return [*common, *_CHECKS[role]()]
 
 
 def run_checks(

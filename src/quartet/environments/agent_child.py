@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 from quartet.environments.agent_command import run_command
@@ -139,6 +140,8 @@ async def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Run agents until this process is ended."""
     settings = json.loads(requests.readline())
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    # For asyncio.to_thread: the default is a few threads, in which agents would wait for each other.
+    loop.set_default_executor(ThreadPoolExecutor(settings["max_concurrent"], "agent"))
     try:
         runs = _Runs(agent_of(settings), settings["timeout_seconds"], answers)
     except Exception as error:
