@@ -14,9 +14,11 @@ from typing import Any
 from quartet.environments import EnvironmentFailed
 
 
-def ask(base_url: str, key: str, model: str, text: str) -> str:
-    """Send one chat and return the text of the answer."""
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": text}]}).encode()
+def ask(base_url: str, key: str, model: str, *texts: str) -> str:
+    """Send one chat, whose texts are those of the user and of the policy in turn, and return the text of the answer."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
+    body = json.dumps({"model": model, "messages": messages}).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)  # noqa: S310 - the test's server
     with urllib.request.urlopen(request, timeout=60) as response:  # noqa: S310
@@ -95,6 +97,9 @@ if __name__ == "__main__":
     row = json.load(sys.stdin)
     given = {name: os.environ[f"OPENAI_{name}"] for name in ("BASE_URL", "API_KEY", "MODEL")}
     print(f"my key is {given['API_KEY']}", file=sys.stderr)
-    answer = ask(given["BASE_URL"], given["API_KEY"], given["MODEL"], row["text"])
+    answers = [ask(given["BASE_URL"], given["API_KEY"], given["MODEL"], row["text"])]
+    if sys.argv[1:] == ["twice"]:
+        answers.append(ask(given["BASE_URL"], given["API_KEY"], given["MODEL"], row["text"], answers[0], " and"))
     print("thinking")
+    answer = "".join(answers)
     print(json.dumps({"reward": len(answer), "logged": {"text": answer, "seed": int(os.environ["QUARTET_SEED"])}}))

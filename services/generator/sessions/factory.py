@@ -49,19 +49,20 @@ def agent_access(
     server = SessionServer(
         agent.listen or "127.0.0.1:0", None if folder is None else (folder / CERTIFICATE, folder / KEY)
     )
+    client = AgentClient(
+        address,
+        agent.timeout_seconds,
+        config.timeouts,
+        config.recovery,
+        credentials,
+        needs_reward=not config.has_reward,
+    )
     return AgentAccess(
         server,
-        AgentClient(
-            address,
-            agent.timeout_seconds,
-            config.timeouts,
-            config.recovery,
-            credentials,
-            needs_reward=not config.has_reward,
-        ),
+        client,
         texts,
         lambda batch: records(batch.run).records_of(batch),
-        agent.base_url(server.address, folder is not None),
+        client.endpoint_url(agent, server.address, folder is not None),
         agent.max_concurrent,
         agent.max_branches,
         agent.max_tokens,
