@@ -199,6 +199,11 @@ class Session:
         if delivered:
             answer.choices = None
 
+    @property
+    def consumed(self) -> tuple[int, int]:
+        """Tokens that the policy has generated, and turns."""
+        return self._branches.generated_tokens, self._turns
+
     def refuse(self) -> None:
         """Answer no further requests."""
         self._is_over = True

@@ -22,8 +22,9 @@ from quartet.contract.trajectory import FinishReason, Outcome, Segment, SegmentR
 from quartet.errors import Cancelled, QuartetError
 from quartet.services.generator.episodes import Generate, GenerateTurns
 from quartet.services.generator.sessions.protocol import ProtocolError
-from quartet.services.generator.sessions.session import Records, Session, SessionLimits
+from quartet.services.generator.sessions.session import Records, Session, SessionLimits, ended
 from quartet.services.generator.sessions.texts import PolicyTexts
+from quartet.services.generator.stragglers import Stragglers
 
 if TYPE_CHECKING:  # The HTTP server is loaded only for a run with agents.
     from quartet.services.generator.sessions.app import SessionServer
@@ -127,6 +128,7 @@ class Sessions:
         self._access, self._batch, self._on_finished = access, batch, on_finished
         self._records = access.records(batch)
         self._limits, self._fields = access.limits(batch), batch.episode.fields
+        self._stragglers = Stragglers(batch.episode.kept_samples)
         self._loop = access.server.loop
         self._requests: dict[TrajectoryId, GenerationRequest] = {}
         # What the event loop has for the thread of the engine: turns to generate, finished trajectories, errors.
@@ -240,8 +242,9 @@ class Sessions:
     def _generate(self, episode: _Episode, request: GenerationRequest) -> asyncio.Future[Trajectory]:
         """Give a request to the thread of the engine."""
         episode.turn = self._loop.create_future()
-        if self._is_closed:
-            episode.turn.set_exception(_stopped())
+        self._leave_out([episode])
+        if self._is_closed or episode.session is None:
+            episode.turn.set_exception(_stopped() if self._is_closed else ended())
         else:
             self._items.put(request)
         return episode.turn
@@ -273,6 +276,25 @@ class Sessions:
                 return
             trajectory = self._failed(episode, trajectory, outcome, detail)
         assert trajectory is not None
+        self._finish(episode, trajectory)
+        if trajectory.outcome is Outcome.OK and not episode.request.greedy:
+            self._stragglers.finish(trajectory)
+            self._leave_out([*self._episodes.values()])
+
+    def _leave_out(self, episodes: Sequence[_Episode]) -> None:
+        """End those of the open episodes that the step does not need any more."""
+        for episode in episodes:
+            session, id = episode.session, episode.request.id
+            if session is None or episode.request.greedy or not self._stragglers.is_left_out(id, *session.consumed):
+                continue
+            self._access.server.unregister(episode.key)
+            session.refuse()
+            # The end of its agent is ignored from now on.
+            episode.session = None
+            episode.cancel()
+            self._finish(episode, self._failed(episode, None, Outcome.LEFT_OUT, ""))
+
+    def _finish(self, episode: _Episode, trajectory: Trajectory) -> None:
         del self._episodes[trajectory.id]
         self._items.put(trajectory)
 

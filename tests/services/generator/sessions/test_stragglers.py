@@ -1,0 +1,94 @@
+"""Agents whose episodes a step does not need any more are ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from quartet.contract.agent import AgentResult, AgentRun
+from quartet.contract.generation import GenerationBatch, GenerationRequest
+from quartet.contract.trajectory import FinishReason, Outcome, TrajectoryId
+from tests.services.generator.sessions.harness import Rig, Script, wait_until
+from tests.services.generator.sessions.test_survival import dialogue
+
+KEPT = 2
+
+
+def samples(rig: Rig, run: str, count: int, greedy: int = 0) -> GenerationBatch:
+    """Return a batch with trajectories of one prompt, the last ``greedy`` of them greedy, of which KEPT are kept."""
+    batch = rig.batch(run, limit=100, max_turns=16)
+    assert batch.episode is not None
+    prompt = batch.requests[0].prompt_ids
+    ids = [TrajectoryId(run, 3, 0, sample) for sample in range(count)]
+    requests = [GenerationRequest(id, prompt, greedy=id.sample >= count - greedy) for id in ids]
+    return replace(batch, requests=requests, episode=replace(batch.episode, kept_samples=KEPT))
+
+
+def sample_of(start: AgentRun) -> int:
+    return TrajectoryId.parse(start.session.rsplit("/", 1)[0]).sample
+
+
+def test_an_agent_that_waits_is_ended_once_the_step_does_not_need_its_episode(
+    scripted: Callable[[Script], Rig], run: str
+) -> None:
+    rig, asked, ended = scripted(lambda prompt: "one two three"), threading.Event(), threading.Event()
+
+    def agent(start: AgentRun) -> AgentResult:
+        if sample_of(start):
+            asked.wait(20)
+            return dialogue(start, turns=1)
+        dialogue(start, turns=3)
+        asked.set()
+        # Like a tool that does not answer.
+        ended.wait(20)
+        return AgentResult(1.0)
+
+    def end_when_cancelled() -> None:
+        wait_until(lambda: rig.agents is not None and rig.agents.cancelled == 1)
+        ended.set()
+
+    watch = threading.Thread(target=end_when_cancelled)
+    watch.start()
+    long, *others = rig.checked(samples(rig, run, 3), agent)
+    watch.join()
+    assert (long.outcome, long.finish_reason, long.turn_rewards) == (Outcome.LEFT_OUT, FinishReason.FAILED, ())
+    assert [item.outcome for item in others] == [Outcome.OK] * KEPT
+
+
+def test_an_agent_that_asks_again_learns_that_its_episode_has_ended(
+    scripted: Callable[[Script], Rig], run: str
+) -> None:
+    rig, finished = scripted(lambda prompt: "one two three"), threading.Semaphore(0)
+
+    def agent(start: AgentRun) -> AgentResult:
+        if sample_of(start):
+            result = dialogue(start, turns=1)
+            finished.release()
+            return result
+        for _ in range(KEPT):
+            finished.acquire(timeout=20)
+        return dialogue(start, turns=16)
+
+    long, *others = rig.play(samples(rig, run, 3), agent)
+    assert long.outcome is Outcome.LEFT_OUT
+    assert [item.outcome for item in others] == [Outcome.OK] * KEPT
+    assert rig.agents is not None
+    assert [getattr(error, "status_code", None) for error in rig.agents.errors] == [401]
+
+
+def test_greedy_episodes_neither_end_nor_end_others(scripted: Callable[[Script], Rig], run: str) -> None:
+    rig, finished = scripted(lambda prompt: "one two three"), threading.Semaphore(0)
+
+    def agent(start: AgentRun) -> AgentResult:
+        if sample_of(start) == 1:
+            result = dialogue(start, turns=1)
+            finished.release()
+            return result
+        finished.acquire(timeout=20)
+        result = dialogue(start, turns=3)
+        finished.release()
+        return result
+
+    result = rig.checked(samples(rig, run, 3, greedy=1), agent)
+    assert [item.outcome for item in result] == [Outcome.OK] * 3
