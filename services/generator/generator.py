@@ -296,7 +296,8 @@ class Generator:
 
         later = generate_turns if isinstance(engine, TurnEngine) else None
         if isinstance(self._environment, AgentAccess):
-            generate_sessions(self._environment, batch, requests, generate, later, writer.add, cancelled)
+            turns = generate_sessions(self._environment, batch, requests, generate, later, writer.add, cancelled)
+            log.debug("turns of agents", run=batch.run, step=batch.step, **turns)
             return
         generate_episodes(
             self._environment,

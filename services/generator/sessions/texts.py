@@ -79,10 +79,9 @@ class PolicyTexts:
                 "use /v1/completions",
                 "messages",
             )
-        if call.forced is not None:
-            raise unsupported("tool_choice", "the policy decides itself whether it calls a tool; set auto or none")
+        forced = self._forced(call)
         try:
-            return self._template.render(call.messages, "generation prompt", call.inputs.over(self._inputs))
+            return self._template.render(call.messages, "generation prompt", call.inputs.over(self._inputs)) + forced
         except Exception as error:  # A template may raise anything.
             reason = " ".join(str(error).split())[:200]
             raise invalid(
@@ -104,7 +103,8 @@ class PolicyTexts:
         content, reasoning = text, None
         calls: tuple[dict[str, Any], ...] = ()
         if isinstance(call, ChatCall):
-            answer = parse_answer(text, self._format, prompt or "", call.inputs.tools or () if call.tools else ())
+            forced, tools = self._forced(call), call.inputs.tools or () if call.tools else ()
+            answer = parse_answer(forced + text, self._format, (prompt or "").removesuffix(forced), tools)
             content, reasoning = answer.content, self._plain(answer.reasoning) or None
             calls = tuple(
                 {
@@ -157,6 +157,21 @@ class PolicyTexts:
         ended = str(self._tokenizer.convert_ids_to_tokens(last_id))
         is_closed = last_id in self._closing_ids[:1] and self._closing.startswith(ended)
         return [Ending(text, closing=self._closing[len(ended) :] if is_closed else self._closing)]
+
+    def _forced(self, call: ChatCall) -> str:
+        """Return the beginning of a tool call with which a request begins the answer; "" if it leaves the choice to the policy.
+
+        It is part of the prompt, so it is not trained. Raises ProtocolError if the format of the calls is not known.
+        """
+        if call.forced is None:
+            return ""
+        calls = self._format.template.get("fields", {}).get("tool_calls", {})
+        if not (calls.get("open") and calls.get("close")) or calls.get("content") != "json":
+            raise unsupported("tool_choice", "this policy decides itself whether it calls a tool; set auto or none")
+        name = call.forced
+        if not name and call.inputs.tools is not None and len(call.inputs.tools) == 1:
+            name = call.inputs.tools[0]["function"]["name"]
+        return f'{calls["open"]}\n{{"name": "' + (f'{name}", "arguments":' if name else "")
 
     def _closing_text(self) -> str:
         """Return the text with which the template closes an answer, such as "<|im_end|>\\n"; "" if it cannot be told."""

@@ -34,7 +34,8 @@ TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}
 {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}
 {{- message.content }}
 {%- for call in message.tool_calls or [] %}
-{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{%- if message.content or not loop.first %}{{ '\\n' }}{% endif %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
 {{- call.function.arguments | tojson }}{{ '}\\n</tool_call>' }}{% endfor %}
 {{- '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""

@@ -25,6 +25,7 @@ ADD = {
         "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
     },
 }
+OTHER = {"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}}
 
 
 def client_of(run: AgentRun, **settings: Any) -> openai.OpenAI:
@@ -276,6 +277,36 @@ def test_tools_that_are_not_given_or_not_chosen_are_text(scripted: Scripted, run
         return AgentResult(1.0)
 
     rig.checked(rig.batch(run, limit=1000), agent)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+@pytest.mark.parametrize("tools", [[ADD], [ADD, OTHER]])
+def test_a_tool_call_that_is_required_begins_in_the_prompt(
+    scripted: Scripted, run: str, choice: Any, tools: Any
+) -> None:
+    def script(prompt: str) -> str:
+        if prompt.endswith('{"name": "'):
+            return 'add", "arguments": {"a": 1}}\n</tool_call>'
+        return ' {"a": 1}}\n</tool_call>' if prompt.endswith('"arguments":') else "It is 1."
+
+    rig = scripted(script)
+
+    def agent(start: AgentRun) -> AgentResult:
+        client, messages = client_of(start), [user("1?")]
+        answer = client.chat.completions.create(model=start.model, messages=messages, tools=tools, tool_choice=choice)
+        [call] = answer.choices[0].message.tool_calls or []
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (None, "tool_calls")
+        messages += [answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "1"}]
+        final = client.chat.completions.create(model=start.model, messages=messages, tools=tools)
+        assert final.choices[0].message.content == "It is 1."
+        return AgentResult(1.0)
+
+    [trajectory] = rig.checked(rig.batch(run, limit=1000), agent)
+    text = rig.text(trajectory.branches[0].prompt_ids)
+    assert text.partition("assistant\n")[2].startswith('<tool_call>\n{"name": "')
+    # The template writes the call as the policy did.
+    assert len(trajectory.branches) == 1
 
 
 @pytest.mark.parametrize("echoes", [True, False])
