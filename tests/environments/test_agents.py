@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -90,6 +91,11 @@ def processes(marker: str) -> list[int]:
         except OSError:
             continue
     return [pid for pid in found if pid != os.getpid()]
+
+
+def parent_of(pid: int) -> int:
+    """Return the parent of a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_a_command_gets_the_row_and_the_endpoint_and_gives_a_reward(
@@ -379,6 +385,18 @@ def test_agents_of_a_process_that_dies_are_lost_and_it_is_replaced(host: Start) 
     with pytest.raises(SessionLost):
         waiting.result()
     assert agents.start(run(**{"return": 2})).result() == AgentResult(2.0)
+
+
+def test_a_killed_process_of_the_service_leaves_no_agent(host: Start) -> None:
+    marker = f"600.{time.monotonic_ns()}"
+    agents = host(command=shell(f"setsid sleep {marker} & sleep {marker}; true"))
+    started = agents.start(run())
+    wait_until(lambda: len(processes(marker)) >= 3)
+    [worker] = [pid for pid in processes("quartet.environments.agent_child") if parent_of(pid) == os.getpid()]
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(SessionLost, match="was killed by SIGKILL"):
+        started.result()
+    wait_until(lambda: processes(marker) == [])
 
 
 def test_more_agents_than_the_limit_are_refused_and_their_places_come_back(host: Start) -> None:

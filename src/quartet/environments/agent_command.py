@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ async def _end(process: asyncio.subprocess.Process, key: str) -> None:
     _signal_group(process.pid, signal.SIGKILL)
     await process.wait()
     if sys.platform == "linux":
-        await asyncio.to_thread(_kill_with_variable, f"OPENAI_API_KEY={key}".encode())
+        await asyncio.to_thread(kill_with_keys, [key])
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
@@ -104,13 +104,16 @@ _killed: set[int] = set()
 """Processes that were killed after their agent had ended, and are not reaped."""
 
 
-def _kill_with_variable(variable: bytes) -> None:
-    """Kill the processes with this variable in their environment, and reap what this process has inherited from agents."""
-    own = str(os.getpid())
+def kill_with_keys(keys: Collection[str]) -> None:
+    """Kill the processes with one of these keys in their environment, and reap what this process has inherited from agents.
+
+    Only on Linux.
+    """
+    own, variables = str(os.getpid()), {f"OPENAI_API_KEY={key}".encode() for key in keys}
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
         with contextlib.suppress(OSError):
-            if variable in (folder / "environ").read_bytes().split(b"\0"):
+            if not variables.isdisjoint((folder / "environ").read_bytes().split(b"\0")):
                 os.kill(pid, signal.SIGKILL)
                 _killed.add(pid)
             # The command is in parentheses and may contain any character.

@@ -9,6 +9,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from typing import IO, Any
 import structlog
 
 from quartet.contract.agent import AgentRun, without_keys
+from quartet.environments.agent_command import kill_with_keys
 from quartet.environments.agent_results import Result
 from quartet.errors import ConfigError, FailedPrecondition, SessionLost
 from quartet.system.child_processes import module_command
@@ -44,7 +46,8 @@ class AgentWorker:
         """
         self._name = name
         self._lock = threading.Lock()
-        self._runs: dict[int, Future[Result]] = {}
+        self._runs: dict[int, tuple[str, Future[Result]]] = {}
+        """The key and the result of each run."""
         self._numbers = itertools.count(1)
         self._ended = ""
         self._ready: Future[None] = Future()
@@ -100,7 +103,7 @@ class AgentWorker:
             if self._ended:
                 raise SessionLost(f"{self._name}: {self._ended}")
             number = next(self._numbers)
-            self._runs[number] = future
+            self._runs[number] = run.api_key, future
         values = {name: getattr(run, name) for name in AgentRun.__slots__}
         self._messages.put({"number": number, "run": values})
         return number, future
@@ -109,10 +112,11 @@ class AgentWorker:
         """End a run. Its future then has a result with outcome cancelled, unless it has another one already."""
         self._messages.put({"number": number})
 
-    def end(self, reason: str) -> None:
-        """Kill the process with all its agents, which are lost for this ``reason``."""
-        self._lose(reason)
+    def end(self, reason: str) -> bool:
+        """Kill the process with all its agents, which are lost for this ``reason``. Return False if it has ended before."""
+        is_first = self._lose(reason)
         self.close()
+        return is_first
 
     def close(self) -> None:
         """End the process with all its agents. May be called again."""
@@ -126,15 +130,20 @@ class AgentWorker:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str) -> bool:
+        """Fail all runs. Return whether this is the first reason."""
         with self._lock:
-            self._ended = self._ended or reason
+            is_first, self._ended = not self._ended, self._ended or reason
             lost, self._runs = self._runs, {}
-        for future in lost.values():
+        # A process that was killed could not end its agents.
+        if lost and sys.platform == "linux":
+            kill_with_keys([key for key, _ in lost.values()])
+        for _, future in lost.values():
             future.set_exception(SessionLost(f"{self._name}: the process that ran the agent {reason}"))
         if not self._ready.done():
             with contextlib.suppress(Exception):
                 self._ready.set_exception(SessionLost(reason))
+        return is_first
 
     def _send(self, pipe: IO[bytes]) -> None:
         with contextlib.suppress(OSError):
@@ -170,7 +179,7 @@ class AgentWorker:
                 self._ready.set_result(None)
             return
         with self._lock:
-            future = self._runs.pop(number, None)
+            _, future = self._runs.pop(number, ("", None))
         if future is not None:
             future.set_result(message["result"])
 

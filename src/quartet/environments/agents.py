@@ -195,9 +195,14 @@ class RunningAgent:
 
     def _end_worker(self) -> AgentResult:
         """End the worker, because an agent in it does not end: it blocks the event loop, and so all others."""
-        self._worker.end("was replaced, because an agent in it did not end in time; does it wait without await?")
-        with suppress(SessionLost):
+        is_cause = self._worker.end(
+            "was replaced, because an agent in it did not end in time; does it wait without await?"
+        )
+        try:
             return self._converted(self._future.result(0))
+        except SessionLost:
+            if not is_cause:
+                raise
         detail = (
             f"did not end within {self._seconds + REPLY_SECONDS:g} s, or {REPLY_SECONDS:g} s after its caller was gone"
         )
