@@ -173,14 +173,17 @@ def _build_actor(
     if not hosts:
         actor.publish_to(source, writer=writer)
         return ActorServicer(actor, compute, threads, monitor.is_lost, weights=source, commands=commands)
+
+    def turns(run: str) -> TurnRecordStore:
+        return access(run).turns
+
     own, served = load_detached(config, device) if detached else (None, actor.served_model())
     generator = Generator(
         actor.engine if own is None else lambda: own,
         served,
         ServiceStatus(Role.ACTOR),
         lambda run: access(run).rollouts,
-        environment_access(config, credentials)
-        or agent_access(config, credentials, served, lambda run: access(run).turns),
+        environment_access(config, credentials, turns) or agent_access(config, credentials, served, turns),
         actor if shares else source,
         actor.fence,
     )

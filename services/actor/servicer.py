@@ -64,7 +64,9 @@ class ActorServicer(
         if self._generator is None:
             return status
         generator = self._generator.status()
-        status = replace(status, engine=generator.engine, tokens=status.tokens | generator.tokens)
+        status = replace(
+            status, engine=generator.engine, tokens=status.tokens | generator.tokens, turns=generator.turns
+        )
         if self._generation is self.compute:
             return status
         return replace(

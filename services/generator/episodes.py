@@ -2,22 +2,25 @@
 
 The environment answers on other threads, while the engine generates the turns of other trajectories. What an episode contains
 depends on its seed, the policy and the environment only, not on the time that an answer takes.
+
+Every turn is recorded before the environment gets it, and the environment's reply before generation continues. An episode with
+records of an earlier attempt, of this process or another, continues after them.
 """
 
 from __future__ import annotations
 
 import queue
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
+import structlog
 
+from quartet.buffer.turn_records import TurnRecords
 from quartet.contract.arrays import IntArray
 from quartet.contract.generation import GenerationBatch, GenerationRequest
-from quartet.contract.random_streams import environment_seed
 from quartet.contract.trajectory import (
     Branch,
     EnvironmentReply,
@@ -29,26 +32,17 @@ from quartet.contract.trajectory import (
     TrajectoryId,
     VersionSpan,
 )
+from quartet.contract.turn_record import RecordedTurn
 from quartet.engines.engine import TurnSource
-from quartet.errors import Cancelled, FailedPrecondition
+from quartet.errors import Cancelled, FailedPrecondition, QuartetError
+from quartet.services.generator.recorded_environment import Answer, Environment, RecordedEnvironment, Superseded
+
+log = structlog.get_logger()
 
 RESET_THREADS, STEP_THREADS = 16, 64
 """Calls of the environment at once. Steps have their own threads, so that resets that wait for a session cannot block them."""
 WAIT_SECONDS = 0.2
 """Longest wait for an answer before an engine checks again whether its caller is gone."""
-
-
-class Environment(Protocol):
-    """Environment of a run. Thread-safe; the calls of one session follow each other. A failure is the outcome of a reply."""
-
-    def reset(self, session: str, seed: int, fields: str, token_ids: IntArray) -> EnvironmentReply:
-        """Start an episode after the prompt ``token_ids``, int32 [tokens]."""
-
-    def step(self, session: str, turn: int, token_ids: IntArray) -> EnvironmentReply:
-        """Give a turn of the policy to the environment, int32 [tokens]. ``turn`` counts from 1."""
-
-    def end(self, session: str) -> None:
-        """Forget a session, without waiting."""
 
 
 Generate = Callable[[Sequence[GenerationRequest]], Iterator[Trajectory]]
@@ -59,7 +53,7 @@ GenerateTurns = Callable[[Sequence[GenerationRequest], TurnSource], Iterator[Tra
 
 @dataclass(slots=True)
 class _Episode:
-    """A trajectory in progress. ``request`` is that of its last turn. ``attempt`` counts from 1.
+    """A trajectory in progress. ``request`` is that of its last turn. ``attempt`` counts from 1, and so do its ``sessions``.
 
     ``segments`` are those of the current branch, which was forked from the one before with ``shared_tokens``. ``ended`` are the
     branches before it.
@@ -68,13 +62,15 @@ class _Episode:
     id: TrajectoryId
     session: str
     attempt: int
+    sessions: int
     segments: list[Segment]
     shared_tokens: int = 0
     ended: list[Branch] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     request: GenerationRequest | None = None
-    last: Trajectory | None = None
+    last: RecordedTurn | None = None
+    unrecorded: RecordedTurn | None = None
 
     @property
     def token_ids(self) -> IntArray:
@@ -101,8 +97,19 @@ class _Episode:
         self.segments = [Segment(SegmentRole.PROMPT, prompt)]
         self.shared_tokens = int(different[0]) if len(different) else size
 
+    def add(self, turn: RecordedTurn) -> None:
+        """Add a turn of the policy."""
+        self.segments.append(turn.segment)
+        whole = VersionSpan(turn.policy_version, turn.weights_digest, len(turn.segment.token_ids))
+        self.spans += turn.version_spans or (whole,)
+        self.last = turn
 
-_Answer = tuple[_Episode, EnvironmentReply | BaseException]
+    def add_reply(self, reply: EnvironmentReply) -> None:
+        """Add the tokens before the next turn."""
+        if reply.prompt is not None:
+            self.begin_branch(np.asarray(reply.prompt, np.int32))
+        elif len(reply.observation):
+            self.segments.append(Segment(SegmentRole.OBSERVATION, np.asarray(reply.observation, np.int32)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +117,14 @@ class EnvironmentAccess:
     """The environment of a run, and the maximum number of episodes that are open at once.
 
     More than the engine decodes at once, so that its batch stays full while some wait for the environment. ``max_attempts``
-    returns the number of times that an episode may be played, by the outcome of its failure.
+    returns the number of times that an episode may be played, by the outcome of its failure. ``records`` returns the turn records
+    of a Generate call; None records nothing.
     """
 
     environment: Environment
     max_open: int
     max_attempts: Callable[[Outcome], int] = lambda outcome: 1
+    records: Callable[[GenerationBatch], TurnRecords] | None = None
 
 
 class Episodes:
@@ -131,19 +140,23 @@ class Episodes:
         requests: Sequence[GenerationRequest],
         vocabulary_size: int,
         on_finished: Callable[[Trajectory], None],
+        turns: Counter[str] | None = None,
     ) -> None:
         """``requests``: the trajectories, in the order in which to start them.
 
-        ``on_finished`` receives each finished or failed trajectory. Call ``close`` at the end.
+        ``on_finished`` receives each finished or failed trajectory. ``turns`` counts the turns that are "generated", and those
+        that are "recorded" by an earlier attempt. Call ``close`` at the end.
         """
         assert batch.episode is not None
-        self._environment, self._batch, self._settings = access.environment, batch, batch.episode
-        self._max_attempts = access.max_attempts
+        self._batch, self._settings, self._max_attempts = batch, batch.episode, access.max_attempts
+        self._records = access.records(batch) if access.records is not None else None
+        self._environment = RecordedEnvironment(access.environment, self._records, batch)
+        self._turns: Counter[str] = Counter() if turns is None else turns
         self._vocabulary_size, self._on_finished = vocabulary_size, on_finished
         self._waiting = deque(requests)
         self._greedy = {request.id for request in requests if request.greedy}
         self._episodes: dict[TrajectoryId, _Episode] = {}
-        self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[_Episode, Answer | BaseException]] = queue.SimpleQueue()
         self._pending_calls = 0
         self._resets = ThreadPoolExecutor(RESET_THREADS, "environment-reset")
         self._steps = ThreadPoolExecutor(STEP_THREADS, "environment-step")
@@ -158,12 +171,12 @@ class Episodes:
     def take(self, wait: bool) -> list[GenerationRequest]:
         """See ``TurnSource.take``. Raises the error of a call that is not a failure of the environment."""
         requests = []
-        answer = self._next_answer(WAIT_SECONDS if wait else None)
-        while answer is not None:
-            request = self._continue(*answer)
+        received = self._next_answer(WAIT_SECONDS if wait else None)
+        while received is not None:
+            request = self._take(*received)
             if request is not None:
                 requests.append(request)
-            answer = self._next_answer(None)
+            received = self._next_answer(None)
         return requests
 
     def take_round(self, cancelled: Callable[[], bool]) -> list[GenerationRequest]:
@@ -184,37 +197,56 @@ class Episodes:
         return request
 
     def add(self, turn: Trajectory) -> None:
-        """Add a generated turn, and give it to the environment."""
+        """Add a generated turn, record it, and give it to the environment."""
         episode = self._episodes[turn.id]
         (segment,) = turn.turns
-        episode.segments.append(segment)
-        whole = VersionSpan(turn.policy_version, turn.weights_digest, len(segment.token_ids))
-        episode.spans += turn.version_spans or (whole,)
-        episode.last = turn
-        number = len(episode.rewards) + 1
-        self._call(self._steps, episode, lambda: self._environment.step(episode.session, number, segment.token_ids))
+        index, digest, reason = len(episode.rewards), turn.weights_digest, turn.finish_reason
+        generated = RecordedTurn(index, segment, turn.policy_version, digest, reason, turn.version_spans)
+        self._turns["generated"] += 1
+        log.debug("turn generated", id=str(turn.id), index=index)
+        episode.add(generated)
+        episode.unrecorded = generated if self._records is not None else None
+        self._call(self._steps, episode, lambda: self._step(episode, generated))
 
     def close(self) -> None:
-        """End the open sessions, without waiting for pending calls."""
+        """End the open sessions, without waiting for pending calls of the environment. Record the turns that it did not get."""
         for pool in (self._resets, self._steps):
             pool.shutdown(wait=False, cancel_futures=True)
         for episode in self._episodes.values():
             self._environment.end(episode.session)
+        if self._records is None:
+            return
+        self._records.close()
+        try:
+            for episode in self._episodes.values():
+                if (turn := episode.unrecorded) is not None:
+                    self._records.append(episode.id, turn)
+        except QuartetError as error:  # Not the reason for the end of this generation.
+            log.warning("turns not recorded", error=str(error))
 
     def _start_next(self) -> None:
         """Start the episode of the next waiting request."""
         request = self._waiting.popleft()
-        self._start(request.id, Segment(SegmentRole.PROMPT, np.asarray(request.prompt_ids, np.int32)), 1)
+        self._start(request.id, Segment(SegmentRole.PROMPT, np.asarray(request.prompt_ids, np.int32)))
 
-    def _start(self, id: TrajectoryId, prompt: Segment, attempt: int) -> None:
-        """Start an episode in a session of this attempt. Every attempt has the same seed."""
-        batch, prompt_ids = self._batch, prompt.token_ids
-        session = f"{id}/{batch.leader_epoch}.{batch.attempt}" + (f".{attempt}" if attempt > 1 else "")
-        episode = self._episodes[id] = _Episode(id, session, attempt, [prompt])
-        seed, fields = environment_seed(batch.seed, id), self._settings.fields.get(id.prompt, "{}")
-        self._call(self._resets, episode, lambda: self._environment.reset(session, seed, fields, prompt_ids))
+    def _start(self, id: TrajectoryId, prompt: Segment, attempt: int = 1, sessions: int = 1) -> None:
+        """Start an episode, or continue it after its records, in another session. Every attempt has the same seed."""
+        batch = self._batch
+        session = f"{id}/{batch.leader_epoch}.{batch.attempt}" + (f".{sessions}" if sessions > 1 else "")
+        episode = self._episodes[id] = _Episode(id, session, attempt, sessions, [prompt])
+        self._call(self._resets, episode, lambda: self._environment.begin(id, session, prompt.token_ids))
 
-    def _call(self, pool: ThreadPoolExecutor, episode: _Episode, call: Callable[[], EnvironmentReply]) -> None:
+    def _start_again(self, episode: _Episode, attempt: int) -> None:
+        self._environment.end(episode.session)
+        self._start(episode.id, episode.prompt, attempt, episode.sessions + 1)
+
+    def _step(self, episode: _Episode, turn: RecordedTurn) -> Answer:
+        """Record a turn, and give it to the environment. Runs on a thread of steps."""
+        self._environment.record(episode.id, turn)
+        episode.unrecorded = None
+        return Answer(self._environment.step(episode.id, episode.session, turn))
+
+    def _call(self, pool: ThreadPoolExecutor, episode: _Episode, call: Callable[[], Answer]) -> None:
         def work() -> None:
             try:
                 self._answers.put((episode, call()))
@@ -224,16 +256,31 @@ class Episodes:
         self._pending_calls += 1
         pool.submit(work)
 
-    def _next_answer(self, timeout: float | None) -> tuple[_Episode, EnvironmentReply] | None:
+    def _next_answer(self, timeout: float | None) -> tuple[_Episode, Answer | Superseded] | None:
         """Return the next answer, or None if there is none after ``timeout`` seconds. Raises the error of a call."""
         try:
-            episode, reply = self._answers.get_nowait() if timeout is None else self._answers.get(timeout=timeout)
+            episode, answer = self._answers.get_nowait() if timeout is None else self._answers.get(timeout=timeout)
         except queue.Empty:
             return None
         self._pending_calls -= 1
-        if isinstance(reply, BaseException):
-            raise reply
-        return episode, reply
+        if isinstance(answer, BaseException) and not isinstance(answer, Superseded):
+            raise answer
+        return episode, answer
+
+    def _take(self, episode: _Episode, answer: Answer | Superseded) -> GenerationRequest | None:
+        """Return the next turn of an episode, or end it."""
+        if isinstance(answer, Superseded):
+            log.info("episode continues after the records of another process", id=str(episode.id))
+            self._start_again(episode, episode.attempt)
+            return None
+        record = answer.record
+        for turn, reply in zip(record.turns, record.replies, strict=False):
+            if turn.index:
+                episode.rewards.append(float(reply.reward))
+            episode.add_reply(reply)
+            episode.add(turn)
+        self._turns["recorded"] += len(record.turns)
+        return self._continue(episode, answer.reply)
 
     def _continue(self, episode: _Episode, reply: EnvironmentReply) -> GenerationRequest | None:
         """Return the next turn of an episode, or end it. A failed one starts again, if another attempt is left."""
@@ -241,8 +288,10 @@ class Episodes:
             episode.rewards.append(float(reply.reward))
         if (failure := self._failure(episode, reply)) is not None:
             if episode.attempt < self._max_attempts(failure[0]):
-                self._environment.end(episode.session)
-                self._start(episode.id, episode.prompt, episode.attempt + 1)
+                if reply.outcome is Outcome.OK and self._records is not None:
+                    # The recorded reply cannot be used, so another one is needed.
+                    self._records.forget([episode.id])
+                self._start_again(episode, episode.attempt + 1)
                 return None
             episode.rewards = []
             self._end(episode, FinishReason.FAILED, *failure)
@@ -251,10 +300,7 @@ class Episodes:
         if reply.done or turns == self._settings.max_turns or room < 1:
             self._end(episode, FinishReason.DONE if reply.done else FinishReason.LENGTH)
             return None
-        if reply.prompt is not None:
-            episode.begin_branch(np.asarray(reply.prompt, np.int32))
-        elif len(reply.observation):
-            episode.segments.append(Segment(SegmentRole.OBSERVATION, np.asarray(reply.observation, np.int32)))
+        episode.add_reply(reply)
         tokens = min(room, self._settings.max_turn_tokens or room)
         episode.request = GenerationRequest(episode.id, episode.token_ids, turns, tokens, episode.id in self._greedy)
         return episode.request
@@ -296,7 +342,7 @@ class Episodes:
                 first.segments,
                 reason,
                 last.weights_digest if last else batch.weights_digest,
-                last.generator if last else batch.generator,
+                batch.generator,
                 spans if len(spans) > 1 else (),
                 turn_rewards=tuple(episode.rewards),
                 outcome=outcome,
@@ -315,8 +361,11 @@ def generate_episodes(
     generate_turns: GenerateTurns | None,
     on_finished: Callable[[Trajectory], None],
     cancelled: Callable[[], bool],
+    turns: Counter[str] | None = None,
 ) -> None:
     """Generate the episodes of ``batch``, and give each finished or failed trajectory to ``on_finished``.
+
+    ``turns``: see ``Episodes``.
 
     Without ``generate_turns``, the engine generates a round of turns after the other, each with one turn of every open episode.
     Raises FailedPrecondition without ``access``, the error of the engine, and Cancelled.
@@ -326,14 +375,14 @@ def generate_episodes(
             "generate: the request has turns with an environment, and this process has none; start it with this run's config"
         )
     ordered = sorted(requests, key=lambda request: request.id)
-    episodes = Episodes(access, batch, ordered, vocabulary_size, on_finished)
+    episodes = Episodes(access, batch, ordered, vocabulary_size, on_finished, turns)
     try:
         if generate_turns is not None:
             for turn in generate_turns(ordered, episodes):
                 episodes.add(turn)
             return
-        while turns := episodes.take_round(cancelled):
-            for turn in generate(turns):
+        while requested := episodes.take_round(cancelled):
+            for turn in generate(requested):
                 episodes.add(turn)
     finally:
         episodes.close()

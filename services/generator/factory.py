@@ -43,9 +43,11 @@ def build_generator(
     client = connect_at_start(url, config.timeouts.load_seconds)
     monitor = ConnectionMonitor(client, url)
     engine, model, status = create_engine(config)
-    environment = environment_access(config, credentials) or agent_access(
-        config, credentials, model, lambda run: TurnRecordStore(client, url, run, monitor.mark_lost)
-    )
+
+    def records(run: str) -> TurnRecordStore:
+        return TurnRecordStore(client, url, run, monitor.mark_lost)
+
+    environment = environment_access(config, credentials, records) or agent_access(config, credentials, model, records)
     generator = Generator(
         lambda: engine, model, status, lambda run: RolloutStream(client, url, run, monitor.mark_lost), environment
     )
@@ -64,8 +66,13 @@ def build_generator(
     return GeneratorServicer(generator, compute, threads, monitor.is_lost, mirror, WeightClients(credentials), updates)
 
 
-def environment_access(config: Config, credentials: Credentials) -> EnvironmentAccess | None:
-    """Return the access to the environment service at services.environment.address; None for a run without it."""
+def environment_access(
+    config: Config, credentials: Credentials, records: Callable[[str], TurnRecordStore]
+) -> EnvironmentAccess | None:
+    """Return the access to the environment service at services.environment.address; None for a run without it.
+
+    ``records`` returns the turn records of a run by its name.
+    """
     address = config.services.environment.address
     if not config.has_environment or config.has_agents or address is None:
         return None
@@ -74,7 +81,8 @@ def environment_access(config: Config, credentials: Credentials) -> EnvironmentA
     )
     decoded = config.rollout.max_concurrent_sequences
     max_open = min(OPEN_PER_DECODED * decoded, config.environment.max_sessions)
-    return EnvironmentAccess(client, max_open, config.recovery.max_attempts)
+    attempts = config.recovery.max_attempts
+    return EnvironmentAccess(client, max_open, attempts, lambda batch: records(batch.run).records_of(batch))
 
 
 class WeightClients:

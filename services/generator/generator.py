@@ -99,6 +99,7 @@ class Generator:
         self._is_copied = False
         self._attestation = Attestation()
         self._tokens: Counter[str] = Counter()
+        self._turns: Counter[str] = Counter()
 
     @property
     def _engine(self) -> Engine:
@@ -232,7 +233,7 @@ class Generator:
         requests = check_requests(self._model, batch.requests, batch.sampling)
         self._stop_strings.of(batch.sampling)
         on_start()
-        writer = TrajectoryWriter(self._stream(batch.run), batch, self._tokens, on_progress)
+        writer = TrajectoryWriter(self._stream(batch.run), batch, on_progress)
         start = time.perf_counter()
         try:
             if batch.episode is None:
@@ -261,6 +262,8 @@ class Generator:
             changed, read = self._attestation.changed(self._engine, seconds)
             log.debug("weights attested", tensors=read, seconds=time.perf_counter() - start, of_seconds=seconds)
         if changed:
+            if batch.episode is not None and self._environment is not None and self._environment.records is not None:
+                self._environment.records(batch).forget([request.id for request in batch.requests])
             log.error(
                 "weights changed", run=batch.run, step=batch.step, version=batch.policy_version, tensors=changed[:10]
             )
@@ -298,6 +301,7 @@ class Generator:
         if isinstance(self._environment, AgentAccess):
             turns = generate_sessions(self._environment, batch, requests, generate, later, writer.add, cancelled)
             log.debug("turns of agents", run=batch.run, step=batch.step, **turns)
+            self._turns.update(turns)
             return
         generate_episodes(
             self._environment,
@@ -308,6 +312,7 @@ class Generator:
             later,
             writer.add,
             cancelled,
+            self._turns,
         )
 
     def _check_requested(self, batch: GenerationBatch) -> None:
@@ -329,6 +334,7 @@ class Generator:
             self._engine.properties.name,
             self._stop_strings.of(batch.sampling),
         )
+        self._tokens["generated"] += len(checked.policy_ids)
         checked = replace(checked, weights_digest=batch.weights_digest, generator=batch.generator)
         if not response.spans:
             return checked
@@ -368,6 +374,7 @@ class Generator:
             policy_version=self._held.policy_version if self._held else 0,
             leader_epoch=self._fence.epoch,
             tokens=dict(self._tokens),
+            turns=dict(self._turns),
             engine=engine.properties if engine is not None else None,
             last_transfer=self._held,
         )
@@ -376,11 +383,9 @@ class Generator:
 class TrajectoryWriter:
     """Writer of the trajectories of one generation to the rollout stream, a few at a time."""
 
-    def __init__(
-        self, stream: RolloutStream, batch: GenerationBatch, tokens: Counter[str], on_progress: Progress
-    ) -> None:
-        """``batch`` has the leader epoch and the attempt. ``tokens`` counts the response tokens under "generated"."""
-        self._stream, self._batch, self._counter, self._on_progress = stream, batch, tokens, on_progress
+    def __init__(self, stream: RolloutStream, batch: GenerationBatch, on_progress: Progress) -> None:
+        """``batch`` has the leader epoch and the attempt."""
+        self._stream, self._batch, self._on_progress = stream, batch, on_progress
         self._waiting: list[Trajectory] = []
         self._written = self._tokens = 0
 
@@ -388,9 +393,7 @@ class TrajectoryWriter:
         """Add a finished trajectory."""
         if not self._tokens:
             failpoint("actor.generating")
-        tokens = len(trajectory.policy_ids)
-        self._tokens += tokens
-        self._counter["generated"] += tokens
+        self._tokens += len(trajectory.policy_ids)
         self._waiting.append(replace(trajectory, attempt=self._batch.attempt))
         if len(self._waiting) == FLUSH:
             self._flush()

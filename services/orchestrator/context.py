@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from quartet.buffer.connection import Redis, connect_at_start
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.buffer.turn_records import TurnRecordStore
 from quartet.config.root import Config
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.run_directory.run_files import RunFiles
@@ -22,7 +23,10 @@ from quartet.telemetry.traces import Traces
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """One run: its config and files, its connections to buffer and services, its commands, and what observes it."""
+    """One run: its config and files, its connections to buffer and services, its commands, and what observes it.
+
+    ``turns``: the turn records of a run with turns.
+    """
 
     config: Config
     files: RunFiles
@@ -30,6 +34,7 @@ class RunContext:
     redis: Redis
     stream: RolloutStream
     experience: ExperienceStore
+    turns: TurnRecordStore | None
     clients: ServiceClients
     generation: Generation
     control: RunControl
@@ -61,6 +66,7 @@ class RunContext:
             redis=redis,
             stream=RolloutStream(redis, url, run),
             experience=ExperienceStore(redis, url, run),
+            turns=TurnRecordStore(redis, url, run) if config.has_environment else None,
             clients=clients,
             # Before the generators are watched on threads: it may refuse the config.
             telemetry=RunTelemetry(config, files, board, profiler),

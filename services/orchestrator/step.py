@@ -228,6 +228,8 @@ class StepTransaction:
         failpoint("orchestrator.committed")
         with self._profiler.span("redis", "acknowledge"):
             self._run.stream.acknowledge(collected.entry_ids)
+            if self._run.turns is not None:
+                self._run.turns.forget_step(step)
         failpoint("orchestrator.acknowledged")
         if self._run.config.checkpoint.every_steps == 0:
             self._run.experience.discard([step])

@@ -218,6 +218,7 @@ class TrainingRun:
         is_own_buffer = lease.claim(loaded.identity.id)
         if not is_own_buffer:
             self._run.experience.keep_only([])
+            self._forget_turns(loaded)
         own_models = [role for role, status in statuses.items() if is_own_buffer or status.leader_epoch <= led_epoch]
         algorithm_state = AlgorithmState(self._config)
         recovery = Recovery(self._run, lease.epoch, loaded.identity, own_models)
@@ -228,12 +229,24 @@ class TrainingRun:
         self._alerts.resume(point.step, algorithm_state.alerts)
         self.live_settings.resume(point.committed, algorithm_state)
         self._run.experience.keep_only(range(point.checkpoint + 1, point.step + 1))
+        if point.step < point.committed:
+            self._forget_turns(
+                loaded
+            )  # Weights that are computed again have the same bits only where arithmetic repeats.
+        elif self._run.turns is not None:
+            self._run.turns.forget_before(point.step + 1)
         self._board.update(step=point.step)
         for note in (*self._checkpoints.take_skipped(), *point.notes()):
             self._board.note(note)
         if point.step:
             log.info("training resumed", step=point.step, checkpoint=point.checkpoint)
         return Leadership(lease, algorithm_state, recovery, point, self._run.profiler)
+
+    def _forget_turns(self, loaded: LoadedRun) -> None:
+        """Remove all turn records, because they may be those of other weights."""
+        if self._run.turns is not None:
+            self._run.turns.forget_all()
+        loaded.evaluator.forget_turns()
 
     def _roll_back_if_requested(self, loaded: LoadedRun) -> None:
         """Take the run's files back to a checkpoint if a user has requested it. Also completes an interrupted rollback."""
@@ -242,6 +255,8 @@ class TrainingRun:
             return
         # A change made from now on would apply to steps that the rollback drops.
         self.live_settings.close()
+        # The policy that comes now may have the version of an earlier one, and other weights.
+        self._forget_turns(loaded)
         try:
             read_verified_checkpoint(self._files.checkpoints / f"step-{step:06d}")
             with storage_errors(self._files.root):

@@ -19,10 +19,11 @@ import pytest
 from quartet.config.deployment import RecoveryConfig, TimeoutsConfig
 from quartet.contract.status import Role
 from quartet.contract.trajectory import EnvironmentReply, Outcome
+from quartet.contract.turn_record import EpisodeDiffers
 from quartet.environments.host import EnvironmentHost
 from quartet.errors import Cancelled, FailedPrecondition, MismatchError
 from quartet.rpc.clients import EnvironmentStatusClient
-from quartet.rpc.environment_client import EnvironmentClient, EpisodeDiffers
+from quartet.rpc.environment_client import EnvironmentClient
 from quartet.rpc.server import Server
 from quartet.services.environment.servicer import EnvironmentServicer
 from quartet.v1 import environment_pb2, environment_pb2_grpc

@@ -63,7 +63,7 @@ def chats(toy_task: ToyTask, folder: Path) -> Iterator[list[Trajectory]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Episodes, "add", record)
         for module in (roles, generator_factory):
-            patch.setattr(module, "environment_access", lambda config, credentials: access)
+            patch.setattr(module, "environment_access", lambda config, credentials, records: access)
         yield turns
     host.close()
 

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quartet.buffer.connection import Redis
+from quartet.buffer.turn_records import TurnRecords, TurnRecordStore
 from quartet.contract.status import Role
-from quartet.contract.trajectory import EnvironmentReply
+from quartet.contract.trajectory import EnvironmentReply, TrajectoryId
+from quartet.contract.turn_record import RecordedTurn
 from quartet.demo.toy_task import ToyTask
 from quartet.run_directory.run_files import RunFiles
 from quartet.services import roles
@@ -35,15 +38,20 @@ EPISODES: dict[str, Any] = {
 
 
 @contextmanager
-def environment(**options: Any) -> Iterator[EchoEnvironment]:
-    """Give an environment to the actors and generators that are created inside the context."""
+def environment(recorded: bool = True, **options: Any) -> Iterator[EchoEnvironment]:
+    """Give an environment to the actors and generators that are created inside the context. ``recorded``: with turn records."""
     echo = EchoEnvironment(**options)
     with pytest.MonkeyPatch.context() as patch:
         for module in (roles, generator_factory):
             patch.setattr(
                 module,
                 "environment_access",
-                lambda config, credentials: EnvironmentAccess(echo, 6, config.recovery.max_attempts),
+                lambda config, credentials, records: EnvironmentAccess(
+                    echo,
+                    6,
+                    config.recovery.max_attempts,
+                    (lambda batch: records(batch.run).records_of(batch)) if recorded else None,
+                ),
             )
         yield echo
 
@@ -90,6 +98,40 @@ def test_a_run_that_loses_the_actor_is_bit_identical(
     losses = {(3, "generate"): Role.ACTOR, (4, "update"): Role.ACTOR}
     with environment(wait=slow):
         assert_same(run_with_lost_services(make(**EPISODES), losses, monkeypatch), finished)
+
+
+def test_recording_changes_no_bit(make: MakeConfig, finished: Run) -> None:
+    with environment(recorded=False):
+        assert_same(run_to_completion(make(**EPISODES)), finished)
+
+
+def test_a_finished_run_leaves_no_turn_records(
+    make: MakeConfig, toy_task: ToyTask, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    appended: list[TrajectoryId] = []
+    append = TurnRecords.append
+
+    def counted(self: TurnRecords, id: TrajectoryId, turn: RecordedTurn) -> bool:
+        appended.append(id)
+        return append(self, id, turn)
+
+    monkeypatch.setattr(TurnRecords, "append", counted)
+    config = make(
+        **EPISODES, data={"validation": str(toy_task.prompts)}, evaluation={"every_steps": 2, "max_prompts": 3}
+    )
+    with environment():
+        run_to_completion(config)
+    assert {id.step for id in appended} == set(range(STEPS + 1))
+    assert not list(redis_client.scan_iter(f"quartet:{config.run.name}*:turns:*"))
+
+
+def test_a_run_without_an_environment_records_nothing(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> Any:
+        raise AssertionError("a turn record of a run without turns")
+
+    for name in ("records_of", "forget_step", "forget_before", "forget_all"):
+        monkeypatch.setattr(TurnRecordStore, name, refuse)
+    assert run_to_completion(make(run={"steps": 2})).code == 0
 
 
 def test_an_environment_that_fails_once_changes_no_bit(make: MakeConfig, finished: Run) -> None:

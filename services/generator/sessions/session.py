@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -49,6 +49,9 @@ class Records(Protocol):
 
     def append(self, id: TrajectoryId, turn: RecordedTurn) -> bool:
         """Record a turn. Return False if another one is recorded with its index."""
+
+    def forget(self, ids: Iterable[TrajectoryId]) -> None:
+        """Remove the records of these episodes."""
 
     def close(self) -> None:
         """Do not wait any longer for a server that is down."""

@@ -8,6 +8,7 @@ from typing import Any
 import structlog
 
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.buffer.turn_records import TurnRecordStore
 from quartet.contract.generation import GenerationBatch, SamplingParameters, requests_of
 from quartet.contract.trajectory import Prompt
 from quartet.data.evaluation import (
@@ -55,6 +56,8 @@ class Evaluator:
         # An evaluation uses the weights of an ensemble's parts in the last step.
         self._config_at = run.live_settings.config_at
         self._stream = RolloutStream(run.redis, run.url, stream_name(config.run.name))
+        has_turns, name = config.has_environment, stream_name(config.run.name)
+        self._turns = TurnRecordStore(run.redis, run.url, name) if has_turns else None
         scoring = run.clients.scoring(for_training=False)
         self._collector = Collector(self._stream, scoring, config.rollout.score_batch_size)
         self._prompts = list(prompts)
@@ -85,6 +88,7 @@ class Evaluator:
         except (ComputationFailed, InvalidRequest) as error:
             if step == 0:
                 raise
+            self.forget_turns()
             self._files.append_failed_trajectories(failed_evaluation_row(self._config.run.name, step, error))
             # The text of other errors may quote a response, which does not belong in a log.
             cause = str(error) if isinstance(error, ScorerFailed) else type(error).__name__
@@ -127,6 +131,11 @@ class Evaluator:
         self._files.write_evaluation(step, summary, [row(comparison) for comparison in comparisons])
         self._baseline = baseline
         return summary
+
+    def forget_turns(self) -> None:
+        """Remove the turn records of an evaluation."""
+        if self._turns is not None:
+            self._turns.forget_step(STEP)
 
     def close(self) -> None:
         """End the judge's process. May be called again."""
@@ -173,6 +182,7 @@ class Evaluator:
         collected = self._collector.collect(batch, generation, on_progress, fields, weights=weights)
         self._collector.reset()
         self._stream.acknowledge(collected.entry_ids)
+        self.forget_turns()
         # Of several branches, the last one, which the reward sources have scored.
         responses = [item.trajectory.branches[-1].response_ids for item in collected.scored]
         texts = texts_of(self._tokenizer, responses, special_tokens=False)

@@ -13,12 +13,16 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from typing import Any, TypeVar
 
+import structlog
+
 from quartet.buffer.connection import Redis, translate_errors
 from quartet.codec.turn_records import reply_from_bytes, reply_to_bytes, turn_from_bytes, turn_to_bytes
 from quartet.contract.generation import GenerationBatch
 from quartet.contract.trajectory import EnvironmentReply, TrajectoryId
 from quartet.contract.turn_record import EpisodeRecord, RecordedTurn, origins
-from quartet.errors import BufferFailed, InvalidRequest, ServiceUnavailable
+from quartet.errors import InvalidRequest, ServiceUnavailable
+
+log = structlog.get_logger()
 
 LIFETIME_SECONDS = 24 * 3600
 """Time after the last record of an episode until Redis drops its records. A last resort: the orchestrator forgets them."""
@@ -80,9 +84,9 @@ class TurnRecords:
         self._closed = threading.Event()
 
     def load(self, id: TrajectoryId) -> EpisodeRecord:
-        """Return the records of an episode, up to the first gap. Records of another origin are removed.
+        """Return the records of an episode, up to the first gap. Records of another origin and damaged ones are removed.
 
-        Raises ServiceUnavailable if the server cannot be reached, BufferFailed if a record is damaged.
+        Raises ServiceUnavailable if the server cannot be reached.
         """
         key, origin = self._key(id), self._origins[id].encode()
         fields: Mapping[Any, Any] = self._patiently(lambda: self._client.hgetall(key))
@@ -93,7 +97,9 @@ class TurnRecords:
             turns = tuple(map(turn_from_bytes, _without_gap(own, "turn")))
             replies = tuple(map(reply_from_bytes, _without_gap(own, "reply")))
         except InvalidRequest as error:
-            raise BufferFailed(f"{key}: {error}") from None
+            log.warning("turn records dropped", key=key, error=str(error))
+            self.forget([id])
+            return EpisodeRecord()
         return EpisodeRecord(turns, replies)
 
     def append(self, id: TrajectoryId, turn: RecordedTurn) -> bool:

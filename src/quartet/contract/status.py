@@ -64,6 +64,7 @@ class ServiceStatus:
     buffer_unreachable: bool = False
     work_pending: int = 0
     tokens: dict[str, int] = field(default_factory=dict)
+    turns: dict[str, int] = field(default_factory=dict)
     micro_batch_tokens: int = 0
     micro_batch_tokens_held: int = 0
     gradient_checkpointing: bool = False

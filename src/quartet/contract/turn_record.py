@@ -43,6 +43,10 @@ class EpisodeRecord:
     replies: tuple[EnvironmentReply, ...] = ()
 
 
+class EpisodeDiffers(Exception):
+    """An environment answers otherwise than in the records of the episode that it should continue."""
+
+
 def origins(batch: GenerationBatch) -> Mapping[TrajectoryId, str]:
     """Return the origin of each requested trajectory: a digest of all that decides its turns, 32 hexadecimal digits.
 

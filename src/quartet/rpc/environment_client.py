@@ -28,6 +28,7 @@ from quartet.config.deployment import RecoveryConfig, TimeoutsConfig
 from quartet.contract.arrays import IntArray
 from quartet.contract.status import Role
 from quartet.contract.trajectory import EnvironmentReply, Outcome
+from quartet.contract.turn_record import EpisodeDiffers
 from quartet.errors import (
     AccessRefused,
     Cancelled,
@@ -308,10 +309,6 @@ class EnvironmentClient:
 
     def _where(self, title: str) -> str:
         return f"environment at {self.address}: {title}"
-
-
-class EpisodeDiffers(Exception):
-    """The repetition of a session gave another answer."""
 
 
 class _Failed(Exception):

@@ -86,6 +86,15 @@ class ServiceMetrics(Collector):
             for kind, number in status.tokens.items():
                 tokens.add_metric((status.role, kind), number)
         yield tokens
+        turns = CounterMetricFamily(
+            "quartet_turns",
+            "Turns of episodes, generated, or recorded by an earlier attempt of the episode.",
+            labels=("role", "source"),
+        )
+        for status in statuses:
+            for source, number in status.turns.items():
+                turns.add_metric((status.role, source), number)
+        yield turns
         yield _by_role(
             "quartet_policy_version", "Updates applied to the model.", statuses, lambda status: status.policy_version
         )

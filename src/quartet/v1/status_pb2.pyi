@@ -130,6 +130,26 @@ class RoleStatus(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class TurnsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ROLE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
@@ -161,6 +181,7 @@ class RoleStatus(_message.Message):
     OPEN_SESSIONS_FIELD_NUMBER: _builtins.int
     MODEL_FILES_FIELD_NUMBER: _builtins.int
     MACHINE_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """The role."""
     model: _builtins.str
@@ -239,6 +260,10 @@ class RoleStatus(_message.Message):
         by CONFIG_KEY/FILE. For a model of the hub also its commit, by CONFIG_KEY/commit.
         """
 
+    @_builtins.property
+    def turns(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Turns of episodes with an environment since the start, by source: "generated", or "recorded" by an earlier attempt."""
+
     def __init__(
         self,
         *,
@@ -273,10 +298,11 @@ class RoleStatus(_message.Message):
         open_sessions: _builtins.int = ...,
         model_files: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         machine: _builtins.str = ...,
+        turns: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "last_publication", b"last_publication", "last_transfer", b"last_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "engine", b"engine", "free_bytes", b"free_bytes", "gradient_checkpointing", b"gradient_checkpointing", "last_publication", b"last_publication", "last_transfer", b"last_transfer", "leader_epoch", b"leader_epoch", "machine", b"machine", "max_sequence_tokens", b"max_sequence_tokens", "micro_batch_tokens", b"micro_batch_tokens", "micro_batch_tokens_held", b"micro_batch_tokens_held", "model", b"model", "model_files", b"model_files", "open_sessions", b"open_sessions", "parameters", b"parameters", "policy_version", b"policy_version", "published_weights", b"published_weights", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "token_bytes", b"token_bytes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens", b"tokens", "vocabulary_size", b"vocabulary_size", "work_pending", b"work_pending"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "engine", b"engine", "free_bytes", b"free_bytes", "gradient_checkpointing", b"gradient_checkpointing", "last_publication", b"last_publication", "last_transfer", b"last_transfer", "leader_epoch", b"leader_epoch", "machine", b"machine", "max_sequence_tokens", b"max_sequence_tokens", "micro_batch_tokens", b"micro_batch_tokens", "micro_batch_tokens_held", b"micro_batch_tokens_held", "model", b"model", "model_files", b"model_files", "open_sessions", b"open_sessions", "parameters", b"parameters", "policy_version", b"policy_version", "published_weights", b"published_weights", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "token_bytes", b"token_bytes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens", b"tokens", "turns", b"turns", "vocabulary_size", b"vocabulary_size", "work_pending", b"work_pending"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

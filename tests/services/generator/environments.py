@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from quartet.contract.arrays import IntArray
 from quartet.contract.trajectory import EnvironmentReply, Outcome
+from quartet.contract.turn_record import EpisodeDiffers
 from tests.unit.models import tiny
 
 Wait = Callable[[str, int], None]
@@ -47,6 +48,7 @@ class EchoEnvironment:
         self._lock = threading.Lock()
         self._episodes: dict[str, bytes] = {}
         self.calls: list[Call] = []
+        self.resumed: list[Call] = []
         self.most_open = 0
         self.fields: dict[str, str] = {}
 
@@ -64,6 +66,29 @@ class EchoEnvironment:
 
     def step(self, session: str, turn: int, token_ids: IntArray) -> EnvironmentReply:
         return self._answer(session, turn, token_ids)
+
+    def resume(
+        self,
+        session: str,
+        seed: int,
+        fields: str,
+        token_ids: IntArray,
+        turns: Sequence[IntArray],
+        replies: Sequence[EnvironmentReply],
+    ) -> EnvironmentReply:
+        """Repeat the calls, without waits and failures, as an environment without snapshots."""
+        calls, self.calls = self.calls, []
+        wait, self._wait = self._wait, lambda session, turn: None
+        fail, self._fail = self._fail, lambda session, turn: None
+        try:
+            again = [self.reset(session, seed, fields, token_ids)]
+            again += [self.step(session, number, ids) for number, ids in enumerate(turns, 1)]
+        finally:
+            self.calls, self._wait, self._fail = calls, wait, fail
+        self.resumed.append(Call(session, len(turns), ()))
+        if not all(reply.same_answer(other) for reply, other in zip(again, replies, strict=True)):
+            raise EpisodeDiffers("other answers")
+        return replies[-1]
 
     def end(self, session: str) -> None:
         with self._lock:
