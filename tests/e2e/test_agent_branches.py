@@ -58,11 +58,14 @@ def rows(run: Run, step: int) -> list[dict[str, Any]]:
 def test_a_run_trains_the_branches_of_its_agents(finished: Run) -> None:
     for step in (1, 2, 3):
         for row in rows(finished, step):
-            [further] = row["further_branches"]
-            policy = [segment for segment in [*row["segments"], *further["segments"]] if segment["role"] == "policy"]
+            *_, last = further = row["further_branches"]
+            # A special token in an answer, which random models write, begins a branch more.
+            assert last["prompt"].endswith("answers\nassistant: ")
+            segments = [*row["segments"], *(segment for branch in further for segment in branch["segments"])]
+            policy = [segment for segment in segments if segment["role"] == "policy"]
             assert len(policy) == 3
             assert row["score"] == pytest.approx(sum(segment["reward"] for segment in policy))
-    assert all(metrics["branches_mean"] == 2 for metrics in finished.metrics)
+    assert all(3 >= metrics["branches_mean"] >= 2 for metrics in finished.metrics)
     # The agent's rewards reach the policy.
     assert any(metrics["grad_norm_actor"] > 0 for metrics in finished.metrics)
 

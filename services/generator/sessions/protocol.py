@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import from_json
 
 from quartet.config.template_inputs import check_template_input
+from quartet.data.assistant_messages import template_message
 from quartet.data.chat_template import Message, TemplateInputs, content_problem
 
 MAX_CHOICES = 128
@@ -183,7 +184,7 @@ def parse_chat(body: bytes) -> tuple[str, ChatCall]:
         logprobs=fields.logprobs,
         stream=fields.stream,
         include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
-        messages=tuple(_message(message, f"messages[{at}]") for at, message in enumerate(fields.messages)),
+        messages=tuple(read_message(message, f"messages[{at}]") for at, message in enumerate(fields.messages)),
         inputs=_inputs(fields, tools),
         tools=bool(tools) and choice != "none",
         forced=_forced(choice, tools),
@@ -298,8 +299,11 @@ def _forced(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
     return str(name)
 
 
-def _message(message: Mapping[str, Any], where: str) -> Message:
-    """Return a message as templates read it: only what is given, and the arguments of tool calls as objects."""
+def read_message(message: Mapping[str, Any], where: str) -> Message:
+    """Return a message as templates read it: only what is given, and the arguments of tool calls as objects.
+
+    ``where`` names it in errors. Raises ProtocolError.
+    """
     result = {name: value for name, value in message.items() if value is not None}
     role = result.get("role")
     if not isinstance(role, str) or not role:
@@ -310,11 +314,14 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
     if "reasoning" in result and "reasoning_content" not in result:
         result["reasoning_content"] = result.pop("reasoning")
     calls = result.get("tool_calls", [])
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise invalid(f"{where}.tool_calls: expected a list of objects", "messages")
-    result.pop("tool_calls", None)
-    if calls:
-        result["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
+    if not isinstance(calls, list) or not all(map(_is_tool_call, calls)):
+        raise invalid(
+            f"{where}.tool_calls: expected a list of objects, each with a function of a name and arguments", "messages"
+        )
+    try:
+        result = template_message(result)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{where}.tool_calls: {str(error)[:200]}", "messages") from None
     if role == "assistant":
         result.setdefault("content", "")
     if problem := content_problem(result):
@@ -322,19 +329,9 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
     return result
 
 
-def _tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid(f"{where}.function: expected an object with a name and arguments", "messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            # The policy may have written what is no JSON.
-            parsed = arguments
-        arguments = parsed if isinstance(parsed, dict) else arguments
-    return {**call, "type": "function", "function": {**function, "arguments": {} if arguments is None else arguments}}
+def _is_tool_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def answer_message(content: str | None, reasoning: str | None, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -345,8 +342,3 @@ def answer_message(content: str | None, reasoning: str | None, calls: Sequence[M
     if calls:
         message["tool_calls"] = list(calls)
     return message
-
-
-def template_message(message: Mapping[str, Any]) -> Message:
-    """Return the policy's own answer as templates read it. Equal to what a client makes of it that sends it back unchanged."""
-    return _message(message, "answer")

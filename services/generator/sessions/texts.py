@@ -18,7 +18,7 @@ from quartet.services.generator.sessions.protocol import (
     Call,
     ChatCall,
     invalid,
-    template_message,
+    read_message,
     unsupported,
 )
 from quartet.services.generator.sessions.responses import Choice
@@ -96,9 +96,7 @@ class PolicyTexts:
         """Return an answer as a client gets it. ``prompt``: the text of a chat before it."""
         record, segment = turn.record, turn.record.segment
         ids = self._without_stop(segment.token_ids)
-        text = self._decode(ids)
-        starts = [start for string in (*call.stop, *self._run_stops) if (start := text.find(string)) >= 0]
-        text = text[: min(starts, default=len(text))]
+        text = self._before_stop(call, self._decode(ids))
         finish = "stop" if record.finish_reason is FinishReason.EOS else "length"
         content, reasoning = text, None
         calls: tuple[dict[str, Any], ...] = ()
@@ -136,27 +134,43 @@ class PolicyTexts:
         """Return what later requests may begin with after an answer with these ids. ``prompt``: the text before it, or None."""
         if prompt is None:
             return []
-        if isinstance(call, ChatCall):
-            return self._chat_ending(call, prompt, choice, int(ids[-1]))
-        own = self._without_stop(ids)
-        return [Ending(prompt + self._decode(ids)), Ending(prompt + self._decode(own), len(ids) - len(own))]
+        # The text of the ids themselves.
+        literal, own = Ending(prompt + self._decode(ids)), self._without_stop(ids)
+        if not isinstance(call, ChatCall):
+            return [literal, Ending(prompt + self._decode(own), len(ids) - len(own))]
+        text = self._written(call, prompt, choice, self._decode(own))
+        if text is None:
+            return [literal]
+        ended = str(self._tokenizer.convert_ids_to_tokens(int(ids[-1])))
+        is_closed = ids[-1] in self._closing_ids[:1] and self._closing.startswith(ended)
+        return [literal, Ending(text, closing=self._closing[len(ended) :] if is_closed else self._closing)]
 
-    def _chat_ending(self, call: ChatCall, prompt: str, choice: Choice, last_id: int) -> list[Ending]:
-        messages = [*call.messages, template_message(choice.message)]
+    def _written(self, call: ChatCall, prompt: str, choice: Choice, generated: str) -> str | None:
+        """Return the chat with the answer as the template writes it, if it differs from what was generated in spaces only.
+
+        The format of tool calls may differ, too. None if the template leaves out or adds something, such as reasoning: the ids
+        do not stand for its text then.
+        """
+        if choice.finish_reason == "length" and choice.content is None:
+            # Cut off in the middle of the reasoning, which the template closes.
+            return None
+        messages = [*call.messages, read_message(choice.message, "answer")]
         try:
             text = self._template.render(messages, "nothing", call.inputs.over(self._inputs))
         except Exception:  # A template may raise anything. The next request then begins a branch.
-            return []
-        # The ids stand for the prompt and all that was generated. A template may leave out reasoning, or write the prompt in
-        # another way once there is an answer. Then the ids are not those of the text.
-        answer = text[len(prompt) :]
-        is_written = choice.reasoning is None or choice.reasoning.strip() in answer
-        is_whole = choice.finish_reason != "length" or choice.content is not None
-        if not text.startswith(prompt) or not is_written or not is_whole or not text.endswith(self._closing):
-            return []
-        ended = str(self._tokenizer.convert_ids_to_tokens(last_id))
-        is_closed = last_id in self._closing_ids[:1] and self._closing.startswith(ended)
-        return [Ending(text, closing=self._closing[len(ended) :] if is_closed else self._closing)]
+            return None
+        if not text.startswith(prompt) or not text.endswith(self._closing):
+            return None
+        written, wanted = _squeezed(text[len(prompt) :]), _squeezed(self._before_stop(call, generated))
+        if choice.tool_calls:
+            name = _squeezed(choice.tool_calls[0]["function"]["name"])
+            wanted = wanted[: max(0, wanted.find(name))]
+        return text if written.startswith(wanted) else None
+
+    def _before_stop(self, call: Call, text: str) -> str:
+        """Return the text before the first stop string of the request or of the run."""
+        starts = [start for string in (*call.stop, *self._run_stops) if (start := text.find(string)) >= 0]
+        return text[: min(starts, default=len(text))]
 
     def _forced(self, call: ChatCall) -> str:
         """Return the beginning of a tool call with which a request begins the answer; "" if it leaves the choice to the policy.
@@ -201,3 +215,8 @@ class PolicyTexts:
 def _call_id(id: TrajectoryId, turn: int, number: int) -> str:
     """Return the id of a tool call, the same whenever the answer is given again."""
     return f"call_{hashlib.blake2b(f'{id}/{turn}/{number}'.encode(), digest_size=12).hexdigest()}"
+
+
+def _squeezed(text: str) -> str:
+    """Return a text without spaces."""
+    return "".join(text.split())

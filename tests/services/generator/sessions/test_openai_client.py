@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from quartet.contract.agent import AgentResult, AgentRun
 from quartet.contract.trajectory import FinishReason, Outcome, SegmentRole, Trajectory
-from tests.services.generator.sessions.harness import Rig, Script
+from tests.services.generator.sessions.harness import TEMPLATE, Rig, Script
 
 Scripted = Callable[[Script], Rig]
 ADD = {
@@ -345,6 +346,35 @@ def test_a_template_that_drops_earlier_reasoning_begins_a_branch(scripted: Scrip
     assert "hm" not in rig.text(trajectory.branches[1].prompt_ids)
 
 
+EMPTY = "{{- '<think>\\n\\n</think>\\n\\n' }}"
+"""Part of a template that writes empty reasoning."""
+
+
+@pytest.mark.parametrize(("condition", "branches"), [("loop.last", 1), ("true", 2)])
+def test_empty_reasoning_that_the_template_adds_is_no_part_of_a_branch(
+    scripted: Scripted, run: str, condition: str, branches: int
+) -> None:
+    """Qwen3 writes it for the last message only, GLM for all: then the next prompt is not what the policy has seen."""
+    rig = scripted(lambda prompt: "yes")
+    rig.tokenizer = copy.deepcopy(rig.tokenizer)
+    content = "{{- message.content }}"
+    assert content in TEMPLATE
+    rig.tokenizer.chat_template = TEMPLATE.replace(
+        content, f"{{%- if message.role == 'assistant' and {condition} %}}{EMPTY}{{% endif %}}{content}"
+    )
+
+    def agent(start: AgentRun) -> AgentResult:
+        client, messages = client_of(start), [user("really?")]
+        for _ in range(2):
+            answer = client.chat.completions.create(model=start.model, messages=messages)
+            messages += [answer.choices[0].message.model_dump(), user("sure?")]
+        return AgentResult(1.0)
+
+    [trajectory] = rig.checked(rig.batch(run, limit=500), agent)
+    assert len(trajectory.branches) == branches
+    assert ("<think>" in rig.text(trajectory.branches[-1].prompt_ids)) == (branches == 2)
+
+
 def test_stop_strings_end_an_answer_and_are_no_part_of_it(scripted: Scripted, run: str) -> None:
     rig = scripted(lambda prompt: "one two three four five")
 
@@ -352,12 +382,16 @@ def test_stop_strings_end_an_answer_and_are_no_part_of_it(scripted: Scripted, ru
         client = client_of(start)
         answer = client.chat.completions.create(model=start.model, messages=[user("count")], stop=["three", "x"])
         assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("one two ", "stop")
+        messages = [user("count"), answer.choices[0].message, user("go on")]
+        client.chat.completions.create(model=start.model, messages=messages)
         text = client.completions.create(model=start.model, prompt="count", stop="two", max_tokens=50)
         assert (text.choices[0].text, text.choices[0].finish_reason) == ("one ", "stop")
         return AgentResult(1.0)
 
     [trajectory] = rig.checked(rig.batch(run, limit=500), agent)
-    first, second = trajectory.turns
+    first, _, second = trajectory.turns
+    # The conversation goes on after all that the policy wrote.
+    assert [len(branch.turns) for branch in trajectory.branches] == [2, 1]
     # The policy's tokens end with the token that completes the string, with their log-probs.
     assert rig.text(first.token_ids).startswith("one two three")
     assert "four" not in rig.text(first.token_ids)

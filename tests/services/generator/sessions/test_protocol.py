@@ -113,12 +113,6 @@ def test_messages_are_written_for_templates() -> None:
     assert last["content"] == ""
 
 
-def test_arguments_that_are_no_json_stay_text() -> None:
-    calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": "{oops"}}]
-    call = chat(messages=[USER, {"role": "assistant", "tool_calls": calls}])
-    assert call.messages[1]["tool_calls"][0]["function"]["arguments"] == "{oops"
-
-
 def test_the_digest_is_that_of_the_request_but_for_its_streaming() -> None:
     assert chat().digest == chat(stream=True, stream_options={"include_usage": True}).digest
     assert chat(n=2).digest != chat().digest
@@ -149,6 +143,11 @@ def test_prompts_of_completions(prompt: Any, expected: Any) -> None:
         ({"messages": [{"role": "user"}]}, "messages", "content is missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "reads text only"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [1]}]}, "messages", "tool_calls"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{oops"}}]}]},
+            "messages",
+            "not a JSON object",
+        ),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 1000}, "n", "less than or equal to 128"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
