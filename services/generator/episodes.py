@@ -36,6 +36,7 @@ from quartet.contract.turn_record import RecordedTurn
 from quartet.engines.engine import TurnSource
 from quartet.errors import Cancelled, FailedPrecondition, QuartetError
 from quartet.services.generator.recorded_environment import Answer, Environment, RecordedEnvironment, Superseded
+from quartet.services.generator.stragglers import Stragglers
 
 log = structlog.get_logger()
 
@@ -71,6 +72,12 @@ class _Episode:
     request: GenerationRequest | None = None
     last: RecordedTurn | None = None
     unrecorded: RecordedTurn | None = None
+    is_generating: bool = False
+
+    @property
+    def consumed(self) -> tuple[int, int]:
+        """Tokens of the policy, and turns, so far."""
+        return sum(span.tokens for span in self.spans), self.last.index + 1 if self.last else 0
 
     @property
     def token_ids(self) -> IntArray:
@@ -155,6 +162,7 @@ class Episodes:
         self._vocabulary_size, self._on_finished = vocabulary_size, on_finished
         self._waiting = deque(requests)
         self._greedy = {request.id for request in requests if request.greedy}
+        self._stragglers = Stragglers(self._settings.kept_samples)
         self._episodes: dict[TrajectoryId, _Episode] = {}
         self._answers: queue.SimpleQueue[tuple[_Episode, Answer | BaseException]] = queue.SimpleQueue()
         self._pending_calls = 0
@@ -205,6 +213,10 @@ class Episodes:
         self._turns["generated"] += 1
         log.debug("turn generated", id=str(turn.id), index=index)
         episode.add(generated)
+        episode.is_generating = False
+        if self._is_left_out(episode):
+            self._leave_out(episode)
+            return
         episode.unrecorded = generated if self._records is not None else None
         self._call(self._steps, episode, lambda: self._step(episode, generated))
 
@@ -256,23 +268,25 @@ class Episodes:
         self._pending_calls += 1
         pool.submit(work)
 
-    def _next_answer(self, timeout: float | None) -> tuple[_Episode, Answer | Superseded] | None:
-        """Return the next answer, or None if there is none after ``timeout`` seconds. Raises the error of a call."""
+    def _next_answer(self, timeout: float | None) -> tuple[_Episode, Answer | BaseException] | None:
+        """Return the next answer, or None if there is none after ``timeout`` seconds."""
         try:
             episode, answer = self._answers.get_nowait() if timeout is None else self._answers.get(timeout=timeout)
         except queue.Empty:
             return None
         self._pending_calls -= 1
-        if isinstance(answer, BaseException) and not isinstance(answer, Superseded):
-            raise answer
         return episode, answer
 
-    def _take(self, episode: _Episode, answer: Answer | Superseded) -> GenerationRequest | None:
-        """Return the next turn of an episode, or end it."""
+    def _take(self, episode: _Episode, answer: Answer | BaseException) -> GenerationRequest | None:
+        """Return the next turn of an episode, or end it. Raises the error of a call."""
+        if self._episodes.get(episode.id) is not episode:
+            return None  # It was left out meanwhile, and its session has ended.
         if isinstance(answer, Superseded):
             log.info("episode continues after the records of another process", id=str(episode.id))
             self._start_again(episode, episode.attempt)
             return None
+        if isinstance(answer, BaseException):
+            raise answer
         record = answer.record
         for turn, reply in zip(record.turns, record.replies, strict=False):
             if turn.index:
@@ -300,7 +314,11 @@ class Episodes:
         if reply.done or turns == self._settings.max_turns or room < 1:
             self._end(episode, FinishReason.DONE if reply.done else FinishReason.LENGTH)
             return None
+        if self._is_left_out(episode):
+            self._leave_out(episode)
+            return None
         episode.add_reply(reply)
+        episode.is_generating = True
         tokens = min(room, self._settings.max_turn_tokens or room)
         episode.request = GenerationRequest(episode.id, episode.token_ids, turns, tokens, episode.id in self._greedy)
         return episode.request
@@ -328,6 +346,14 @@ class Episodes:
             problem = f"its observation after turn {turns} has token ids outside 0..{size - 1}"
         return (Outcome.ENVIRONMENT_ERROR, f"environment: {problem}") if problem else None
 
+    def _is_left_out(self, episode: _Episode) -> bool:
+        return episode.id not in self._greedy and self._stragglers.is_left_out(episode.id, *episode.consumed)
+
+    def _leave_out(self, episode: _Episode) -> None:
+        """End an episode that the step does not need."""
+        episode.rewards = []
+        self._end(episode, FinishReason.FAILED, Outcome.LEFT_OUT)
+
     def _end(self, episode: _Episode, reason: FinishReason, outcome: Outcome = Outcome.OK, detail: str = "") -> None:
         del self._episodes[episode.id]
         self._environment.end(episode.session)
@@ -335,21 +361,25 @@ class Episodes:
             self._start_next()
         batch, last, spans = self._batch, episode.last, merged_spans(episode.spans)
         first, *further = episode.branches
-        self._on_finished(
-            Trajectory(
-                episode.id,
-                last.policy_version if last else batch.policy_version,
-                first.segments,
-                reason,
-                last.weights_digest if last else batch.weights_digest,
-                batch.generator,
-                spans if len(spans) > 1 else (),
-                turn_rewards=tuple(episode.rewards),
-                outcome=outcome,
-                detail=detail,
-                further_branches=tuple(further),
-            )
+        trajectory = Trajectory(
+            episode.id,
+            last.policy_version if last else batch.policy_version,
+            first.segments,
+            reason,
+            last.weights_digest if last else batch.weights_digest,
+            batch.generator,
+            spans if len(spans) > 1 else (),
+            turn_rewards=tuple(episode.rewards),
+            outcome=outcome,
+            detail=detail,
+            further_branches=tuple(further),
         )
+        self._on_finished(trajectory)
+        if outcome is Outcome.OK and episode.id not in self._greedy:
+            self._stragglers.finish(trajectory)
+            for other in [each for each in self._episodes.values() if not each.is_generating]:
+                if self._is_left_out(other):
+                    self._leave_out(other)
 
 
 def generate_episodes(
