@@ -147,6 +147,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         outcome,
         draw(st.text(string.ascii_letters, max_size=9)) if failed else "",
         tuple(further),
+        draw(st.dictionaries(st.sampled_from(["steps", "note"]), st.integers(0, 9) | st.booleans() | names)),
     )
 
 

@@ -276,7 +276,7 @@ class Sessions:
                 return
             trajectory = self._failed(episode, trajectory, outcome, detail)
         assert trajectory is not None
-        self._finish(episode, trajectory)
+        self._finish(episode, replace(trajectory, logged=result.logged))
         if trajectory.outcome is Outcome.OK and not episode.request.greedy:
             self._stragglers.finish(trajectory)
             self._leave_out([*self._episodes.values()])

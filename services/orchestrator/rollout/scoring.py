@@ -279,6 +279,8 @@ class Scoring:
                 earned = sum(trajectory.turn_rewards)
                 # Without a reward service, the score has no part beside the environment's.
                 score, parts = (earned, {}) if score is None else (score + earned, {**parts, ENVIRONMENT_PART: earned})
+            # Both may use a name: then the reward source counts.
+            logged = {**trajectory.logged, **logged}
             scored.append(ScoredTrajectory(trajectory, score, reference, value, parts, policy_log_probs, logged))
         return scored
 

@@ -7,8 +7,7 @@ from urllib.parse import urlsplit
 
 from quartet.codec.checks import within
 from quartet.codec.messages import AnyMessage, content, from_message, to_message
-from quartet.codec.scoring import logged_from_json, logged_to_json
-from quartet.codec.trajectories import MAX_DETAIL_CHARACTERS, printable
+from quartet.codec.trajectories import MAX_DETAIL_CHARACTERS, logged_from_json, logged_to_json, printable
 from quartet.contract.agent import AgentResult, AgentRun
 from quartet.contract.arrays import IntArray
 from quartet.contract.trajectory import EnvironmentReply

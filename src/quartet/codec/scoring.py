@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from quartet.codec.messages import from_message, to_message
 from quartet.codec.tensors import floats_from_proto
-from quartet.codec.trajectories import MAX_DETAIL_CHARACTERS, printable
-from quartet.contract.logged_values import problem_of
+from quartet.codec.trajectories import MAX_DETAIL_CHARACTERS, logged_from_json, logged_to_json, printable
 from quartet.contract.trajectory import Scores, TokenBatch
 from quartet.errors import InvalidRequest
 from quartet.v1 import reward_pb2
@@ -57,20 +53,3 @@ def scores_from_proto(message: reward_pb2.ScoreResponse, sequences: int) -> Scor
         details=tuple(map(printable, message.details)),
         logged=tuple(logged_from_json(text, f"logged[{index}]") for index, text in enumerate(message.logged)),
     )
-
-
-def logged_to_json(values: Mapping[str, Any]) -> str:
-    """Return what was logged for a response as JSON."""
-    return json.dumps(dict(values), sort_keys=True, allow_nan=False)
-
-
-def logged_from_json(text: str, name: str) -> dict[str, Any]:
-    """Return what was logged for a response. Raises InvalidRequest."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict) or (problem := problem_of(values)) is not None:
-        reason = problem if isinstance(values, dict) else "not a JSON object"
-        raise InvalidRequest(f"{name}: {reason}")
-    return values

@@ -263,7 +263,8 @@ class Trajectory:
     turn; empty without an environment. ``outcome`` is not ok if the episode failed, with the cause in ``detail``; such a
     trajectory has no reward. ``weights_digest``: digest of the generating weights, 16 bytes, or empty if the generator shares the
     weights of the actor. ``generator`` is its name. ``version_spans`` cover the policy's tokens, branch after branch; empty if
-    one policy version generated all of them. ``attempt`` is the number of the Generate call.
+    one policy version generated all of them. ``attempt`` is the number of the Generate call. ``logged``: what its agent logged,
+    see ``quartet.contract.logged_values``.
     """
 
     id: TrajectoryId
@@ -278,6 +279,7 @@ class Trajectory:
     outcome: Outcome = Outcome.OK
     detail: str = ""
     further_branches: tuple[Branch, ...] = ()
+    logged: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of_response(

@@ -350,6 +350,7 @@ class Trajectory(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     FURTHER_BRANCHES_FIELD_NUMBER: _builtins.int
+    LOGGED_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Updates that the generating policy had taken."""
     finish_reason: Global___FinishReason.ValueType
@@ -364,6 +365,8 @@ class Trajectory(_message.Message):
     """Outcome. A trajectory that failed has no reward."""
     detail: _builtins.str
     """Cause of an outcome other than OK, at most 1024 characters."""
+    logged: _builtins.str
+    """What its agent logged, as in ScoreResponse: a JSON object of at most 64 entries, or empty."""
     @_builtins.property
     def id(self) -> Global___TrajectoryId:
         """Id of the trajectory."""
@@ -408,10 +411,11 @@ class Trajectory(_message.Message):
         outcome: Global___Outcome.ValueType = ...,
         detail: _builtins.str = ...,
         further_branches: _abc.Iterable[Global___Branch] | None = ...,
+        logged: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detail", b"detail", "finish_reason", b"finish_reason", "further_branches", b"further_branches", "generator", b"generator", "id", b"id", "outcome", b"outcome", "policy_version", b"policy_version", "segments", b"segments", "turn_rewards", b"turn_rewards", "version_spans", b"version_spans", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detail", b"detail", "finish_reason", b"finish_reason", "further_branches", b"further_branches", "generator", b"generator", "id", b"id", "logged", b"logged", "outcome", b"outcome", "policy_version", b"policy_version", "segments", b"segments", "turn_rewards", b"turn_rewards", "version_spans", b"version_spans", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

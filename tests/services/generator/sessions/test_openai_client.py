@@ -54,13 +54,13 @@ def test_a_dialogue_is_one_branch_with_the_ids_of_the_engine(rig: Rig, run: str)
             answer = client.chat.completions.create(model=start.model, messages=messages, max_tokens=6)
             answers.append(answer)
             messages += [answer.choices[0].message, user("three")]
-        return AgentResult(0.25)
+        return AgentResult(0.25, logged={"steps": 3})
 
     [trajectory] = rig.checked(rig.batch(run, limit=200), agent)
     [branch] = trajectory.branches
     roles = [segment.role for segment in branch.segments]
     assert roles == [SegmentRole.PROMPT, *[SegmentRole.POLICY, SegmentRole.OBSERVATION] * 2, SegmentRole.POLICY]
-    assert trajectory.turn_rewards == (0, 0, 0.25)
+    assert (trajectory.turn_rewards, trajectory.logged) == ((0, 0, 0.25), {"steps": 3})
     assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.DONE, Outcome.OK)
     assert (trajectory.policy_version, trajectory.weights_digest, trajectory.generator) == (2, b"d" * 16, "me:1")
     assert rig.text(branch.prompt_ids) == "<|im_start|>user\none two<|im_end|>\n<|im_start|>assistant\n"

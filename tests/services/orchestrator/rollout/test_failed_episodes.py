@@ -95,12 +95,16 @@ def test_the_action_of_a_failed_episodes_outcome_may_stop_the_run(stream: Rollou
 
 
 def test_the_environments_rewards_are_part_of_the_score(stream: RolloutStream, run: str) -> None:
-    written = [replace(sampled(run, prompt), turn_rewards=(0.5 * prompt,)) for prompt in range(3)]
+    written = [
+        replace(sampled(run, prompt), turn_rewards=(0.5 * prompt,), logged={"steps": prompt}) for prompt in range(3)
+    ]
     step = collect(stream, FailingScorer(ComputationFailed("no")), written, Actor(stream, run))
     assert [item.score for item in step.scored] == [0.0, 1.5, 3.0]
     assert [item.parts for item in step.scored] == [
         {"half": prompt / 2, "environment": 0.5 * prompt} for prompt in range(3)
     ]
+    # What agents log goes on, beside what the reward source logs.
+    assert [item.logged["steps"] for item in step.scored] == [0, 1, 2]
 
 
 def test_a_failed_episode_of_an_evaluation_is_an_error_that_quotes_nothing(stream: RolloutStream, run: str) -> None:
