@@ -34,20 +34,38 @@ PAGE = Path("docs/evidence/learning.md")
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An example: its config, its plot, and the arguments of prepare.py that create a folder with the example's name."""
+    """An example: its config, its plot, and the arguments of prepare.py that create a folder with policy and prompts.
+
+    ``folder`` is that folder's name, "" for the example's name. ``service``: a command that runs beside the example.
+    """
 
     config: str
     prepare: tuple[str, ...]
     plot: str
+    folder: str = ""
+    service: tuple[str, ...] = ()
 
 
+SHOP = (".", "--tasks", "shop")
 EXAMPLES = {
     "arithmetic": Example("examples/arithmetic/arithmetic.yaml", ("arithmetic",), "verifiers"),
     "code": Example("examples/code/code.yaml", ("code",), "verifiers"),
     "guessing": Example("examples/multi_turn/guessing.yaml", (".", "--games", "guessing"), "environments"),
     "calculator": Example("examples/multi_turn/calculator.yaml", (".", "--games", "calculator"), "environments"),
     "puzzle": Example("examples/multi_turn/puzzle.yaml", (".", "--games", "puzzle"), "environments"),
+    "pydantic-ai": Example("examples/agents/pydantic_ai.yaml", SHOP, "agents", "shop"),
+    "agents-sdk": Example(
+        "examples/agents/agents_sdk.yaml",
+        SHOP,
+        "agents",
+        "shop",
+        ("build/agents-sdk/bin/python", "examples/agents/agents_sdk_service.py"),
+    ),
+    "node": Example("examples/agents/node.yaml", SHOP, "agents", "shop"),
+    "compaction": Example("examples/agents/compaction.yaml", (".", "--tasks", "compaction"), "agents"),
 }
+USUAL = [name for name, each in EXAMPLES.items() if each.plot != "agents"]
+"""Examples that need nothing but Quartet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +82,7 @@ Curves = Mapping[tuple[str, int], Curve]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("learning_curves", __doc__)
-    parser.add_argument("--examples", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))
+    parser.add_argument("--examples", nargs="+", choices=EXAMPLES, default=USUAL, help="default: those without agents")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     add_shared(parser, "build/learning-curves", PAGE, contents="models, runs and results")
     options = parser.parse_args(arguments)
@@ -86,13 +104,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             picture = path.with_name(f"{path.stem}-{group}.svg")
             plot({key: each for key, each in curves.items() if EXAMPLES[key[0]].plot == group}, picture)
             text += f"\n\n![score of each step of the {group}, a line for each seed]({picture.name})"
-        page.write(path, "learning_curves", text)
+        chosen = "" if options.examples == USUAL else f" --examples {' '.join(options.examples)}"
+        page.write(path, f"learning_curves{chosen}", text)
     return 0
 
 
 def prepare(example: str, folder: Path) -> None:
-    """Create ``folder/example`` with the policy and the prompts. Raises CalledProcessError."""
+    """Create the policy and the prompts of an example, unless they are there. Raises CalledProcessError."""
     each = EXAMPLES[example]
+    if (folder / (each.folder or example) / "prompts.jsonl").exists():
+        return
     out, *others = each.prepare
     program = Path(each.config).with_name("prepare.py")
     subprocess.run([sys.executable, program, folder / out, *others], check=True, env=environment())
@@ -101,18 +122,25 @@ def prepare(example: str, folder: Path) -> None:
 def curve(example: str, seed: int, folder: Path) -> Curve:
     """Train an example. Raises CalledProcessError."""
     begun, cpu_before = time.monotonic(), cpu_seconds_of_children()
-    name = f"{example}-{seed}"
+    name, each = f"{example}-{seed}", EXAMPLES[example]
+    made = folder / (each.folder or example)
     settings = {
         "run.name": name,
         "run.seed": seed,
         "run.directory": folder / "runs",
-        "actor.model": folder / example / "policy",
-        "data.prompts": folder / example / "prompts.jsonl",
+        "actor.model": made / "policy",
+        "data.prompts": made / "prompts.jsonl",
     }
-    command: list[str | Path] = [Path(sys.executable).with_name("quartet"), "train", EXAMPLES[example].config]
+    command: list[str | Path] = [Path(sys.executable).with_name("quartet"), "train", each.config]
     for setting, value in settings.items():
         command += ["--set", f"{setting}={value}"]
-    subprocess.run([*command, "--overwrite"], check=True, env=environment())
+    service = subprocess.Popen(each.service, env=environment()) if each.service else None
+    try:
+        subprocess.run([*command, "--overwrite"], check=True, env=environment())
+    finally:
+        if service is not None:
+            service.terminate()
+            service.wait()
     steps = read_step_lines(folder / "runs" / name / "metrics.jsonl")
     scores = [step["score_mean"] for step in steps]
     return Curve(scores, time.monotonic() - begun, cpu_seconds_of_children() - cpu_before)
