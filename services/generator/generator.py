@@ -27,6 +27,7 @@ from quartet.errors import (
     GroupWeightsChanged,
     InvalidRequest,
     MismatchError,
+    QuartetError,
     WeightsChanged,
 )
 from quartet.services.generator.attestation import Attestation
@@ -262,17 +263,25 @@ class Generator:
             changed, read = self._attestation.changed(self._engine, seconds)
             log.debug("weights attested", tensors=read, seconds=time.perf_counter() - start, of_seconds=seconds)
         if changed:
-            if batch.episode is not None and self._environment is not None and self._environment.records is not None:
-                self._environment.records(batch).forget([request.id for request in batch.requests])
             log.error(
                 "weights changed", run=batch.run, step=batch.step, version=batch.policy_version, tensors=changed[:10]
             )
+            self._forget_records(batch)
             kind = GroupWeightsChanged if self._is_copied else WeightsChanged
             raise kind(
                 f"engine {self._engine.properties.name}: {len(changed)} of {read} tensors that were read back, the first "
                 f"{changed[0]}, have changed since version {batch.policy_version} was loaded and verified; the trajectories of "
                 "this call are discarded; if it happens again, check the memory of this machine, and report the engine's version"
             )
+
+    def _forget_records(self, batch: GenerationBatch) -> None:
+        """Remove the records of the turns that weights have made which are not those of their digest."""
+        if batch.episode is None or self._environment is None or self._environment.records is None:
+            return
+        try:
+            self._environment.records(batch).forget([request.id for request in batch.requests])
+        except QuartetError as error:  # The weights are the cause that counts.
+            log.error("turn records not removed", run=batch.run, step=batch.step, error=str(error))
 
     def _responses(
         self, requests: Sequence[GenerationRequest], batch: GenerationBatch, cancelled: Callable[[], bool]

@@ -162,14 +162,16 @@ class Branches:
     def finished(self) -> list[tuple[OpenBranch, int, int]]:
         """Return the branches up to their last delivered turn, each with its parent and the number of ids that they share.
 
-        The parent is the earlier branch that begins with most of the same ids, -1 if none begins with the same id. An answer that
-        the agent did not get is part of no branch that continues, because the agent cannot have sent it back.
+        They are in the order of these turns, so the last one ends the episode. The parent is the branch before it that begins
+        with most of the same ids, -1 if none begins with the same id. An answer that the agent did not get is part of no branch
+        that continues, because the agent cannot have sent it back.
         """
         kept = list[OpenBranch]()
         for branch in self._branches:
             last = max((number for number, (_, turn) in enumerate(branch.turns, 1) if turn.delivered), default=0)
             if last:
                 kept.append(OpenBranch(branch.prompt, branch.turns[:last]))
+        kept.sort(key=lambda branch: branch.turns[-1][1].record.index)
         result, earlier = list[tuple[OpenBranch, int, int]](), list[IntArray]()
         for branch in kept:
             shared = [shared_length(ids, branch.prompt) for ids in earlier]

@@ -1,7 +1,7 @@
 """Requests of the OpenAI protocol, and its errors.
 
 A request is checked completely before anything is generated. Fields that would change the distribution of the sampled tokens are
-either refused or ignored, because the sampling settings of the run count; see docs/agents.md for the list.
+either refused or ignored, because the sampling settings of the run count; see docs/openai-endpoint.md for the list.
 """
 
 from __future__ import annotations

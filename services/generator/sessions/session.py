@@ -137,6 +137,8 @@ class Session:
         self._next_index = self._turns = 0
         self._is_over = self._hit_limit = False
         self.counts: Counter[str] = Counter()
+        # Tokens of each turn that the agent got, by its index.
+        self._delivered: dict[int, int] = {}
 
     async def load(self) -> None:
         """Load the recorded turns. Raises BufferFailed, ServiceUnavailable."""
@@ -199,13 +201,15 @@ class Session:
         """Take note whether a connection got an answer."""
         for turn in answer.turns:
             turn.delivered = delivered
+            if delivered:
+                self._delivered[turn.record.index] = len(turn.token_ids)
         if delivered:
             answer.choices = None
 
     @property
     def consumed(self) -> tuple[int, int]:
-        """Tokens that the policy has generated, and turns."""
-        return self._branches.generated_tokens, self._turns
+        """Tokens and turns of the answers that the agent got: at most those of the trajectory."""
+        return sum(self._delivered.values()), len(self._delivered)
 
     def refuse(self) -> None:
         """Answer no further requests."""

@@ -241,8 +241,8 @@ class Sessions:
 
     def _generate(self, episode: _Episode, request: GenerationRequest) -> asyncio.Future[Trajectory]:
         """Give a request to the thread of the engine."""
-        episode.turn = self._loop.create_future()
         self._leave_out([episode])
+        episode.turn = self._loop.create_future()
         if self._is_closed or episode.session is None:
             episode.turn.set_exception(_stopped() if self._is_closed else ended())
         else:
@@ -289,8 +289,10 @@ class Sessions:
                 continue
             self._access.server.unregister(episode.key)
             session.refuse()
-            # The end of its agent is ignored from now on.
+            # The end of its agent is ignored from now on, and so is a turn that is being generated.
             episode.session = None
+            if episode.turn is not None and not episode.turn.done():
+                episode.turn.set_exception(ended())
             episode.cancel()
             self._finish(episode, self._failed(episode, None, Outcome.LEFT_OUT, ""))
 

@@ -345,6 +345,8 @@ class Collector:
             reason = self._generation.wrong_origin(trajectory) or self._arrivals.wrong(
                 trajectory, self._generation.newer_weights()
             )
+            if trajectory.outcome is Outcome.LEFT_OUT and not self._kept_samples:
+                reason = reason or f"{trajectory.id} was left out, but the step needs all trajectories"
             if reason:
                 self._refuse(trajectory, reason)
             # Tokens of newer weights may build on a key-value cache of former ones, so only the requested are compared.
@@ -371,18 +373,32 @@ class Collector:
             self._scoring.start(self._with_log_probs(batch))
 
     def _needed(self, batch: list[Trajectory]) -> list[Trajectory]:
-        """Return the trajectories that the step keeps: of each prompt those that consumed least, and all that failed."""
+        """Return the trajectories that the step keeps: of each prompt those that consumed least, and those that failed.
+
+        One that failed after it had consumed more than those which are kept is left out, too: whether its generator ended it
+        before it failed depends on time.
+        """
         if not self._kept_samples:
             return batch
-        finished = defaultdict[int, list[Trajectory]](list)
+        finished = defaultdict[int, list[tuple[int, int, int]]](list)
         for item in batch:
             if item.outcome is Outcome.OK and item.id not in self._greedy:
-                finished[item.id.prompt].append(item)
+                finished[item.id.prompt].append(item.consumption)
+        limits = {
+            prompt: sorted(group)[self._kept_samples - 1]
+            for prompt, group in finished.items()
+            if len(group) >= self._kept_samples
+        }
         beyond = {
             item.id
-            for group in finished.values()
-            for item in sorted(group, key=lambda each: each.consumption)[self._kept_samples :]
-        } | {item.id for item in batch if item.outcome is Outcome.LEFT_OUT}
+            for item in batch
+            if item.outcome is Outcome.LEFT_OUT
+            or (
+                item.id not in self._greedy
+                and (limit := limits.get(item.id.prompt)) is not None
+                and item.consumption > limit
+            )
+        }
         self._left_out += beyond
         return [item for item in batch if item.id not in beyond]
 

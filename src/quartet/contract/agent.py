@@ -67,6 +67,8 @@ class AgentResult:
     def __post_init__(self) -> None:
         if self.reward is not None and not math.isfinite(self.reward):
             raise ComputationFailed(f"reward: {self.reward:g}, expected a finite number")
+        if self.outcome is Outcome.LEFT_OUT:
+            raise ComputationFailed(f"outcome {self.outcome}: is none of an agent")
         if self.outcome is not Outcome.OK and self.reward is not None:
             raise ComputationFailed(f"reward: {self.reward:g} with outcome {self.outcome}; expected none for a failure")
 

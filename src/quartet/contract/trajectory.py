@@ -257,14 +257,14 @@ class Branch:
 class Trajectory:
     """A finished episode: one or more branches, each of them a sequence of tokens. See ``Branch``.
 
-    ``segments`` are those of the first branch, and most episodes have no other. ``further_branches`` follow in the order of their
-    beginnings; the index of a branch, as in ``Branch.parent``, counts the first one as 0. Properties of tokens and turns run over
-    all branches in this order. One turn is a prompt and a policy segment. ``turn_rewards``: the environment's reward after each
-    turn; empty without an environment. ``outcome`` is not ok if the episode failed, with the cause in ``detail``; such a
-    trajectory has no reward. ``weights_digest``: digest of the generating weights, 16 bytes, or empty if the generator shares the
-    weights of the actor. ``generator`` is its name. ``version_spans`` cover the policy's tokens, branch after branch; empty if
-    one policy version generated all of them. ``attempt`` is the number of the Generate call. ``logged``: what its agent logged,
-    see ``quartet.contract.logged_values``.
+    ``segments`` are those of the first branch, and most episodes have no other. ``further_branches`` follow in the order of
+    their last turns, so the last branch ends the episode; the index of a branch, as in ``Branch.parent``, counts the first one
+    as 0. Properties of tokens and turns run over all branches in this order. One turn is a prompt and a policy segment.
+    ``turn_rewards``: the environment's reward after each turn; empty without an environment. ``outcome`` is not ok if the episode
+    failed, with the cause in ``detail``; such a trajectory has no reward. ``weights_digest``: digest of the generating weights,
+    16 bytes, or empty if the generator shares the weights of the actor. ``generator`` is its name. ``version_spans`` cover the
+    policy's tokens, branch after branch; empty if one policy version generated all of them. ``attempt`` is the number of the
+    Generate call. ``logged``: what its agent logged, see ``quartet.contract.logged_values``.
     """
 
     id: TrajectoryId

@@ -48,10 +48,10 @@ class EpisodeDiffers(Exception):
 
 
 def origins(batch: GenerationBatch) -> Mapping[TrajectoryId, str]:
-    """Return the origin of each requested trajectory: a digest of all that decides its turns, 32 hexadecimal digits.
+    """Return the origin of each requested trajectory: a digest of its request, 32 hexadecimal digits.
 
-    Two requests for a trajectory with equal origins lead to the same turns. So records of other weights, another seed, other
-    sampling settings or limits, or another prompt have another origin.
+    Records of other weights, another seed, other sampling settings or limits, or another prompt have another origin. What answers
+    the policy is not part of it: the class, service or agent, which a run may change only between its steps or for a repair.
     """
     episode = batch.episode
     fields = episode.fields if episode is not None else {}

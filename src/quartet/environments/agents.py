@@ -209,7 +209,11 @@ class RunningAgent:
         return AgentResult.failed(Outcome.TIMEOUT, f"{self._host.status().model}: {detail}")
 
     def _converted(self, result: Result) -> AgentResult:
-        outcome, logged = Outcome(result.get("outcome", "ok")), result.get("logged", {})
+        outcome = Outcome(result.get("outcome", "ok"))
+        logged = {
+            name: without_keys(value, self._key) if isinstance(value, str) else value
+            for name, value in result.get("logged", {}).items()
+        }
         if outcome is Outcome.OK:
             return AgentResult(result.get("reward"), logged=logged)
         detail = without_keys(f"{self._host.status().model}: {result['detail']}", self._key)

@@ -392,7 +392,7 @@ class Trajectory(_message.Message):
 
     @_builtins.property
     def further_branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Branch]:
-        """The other branches of the episode, in the order of their beginnings, at most 4095. No token of the policy is in two branches:
+        """The other branches of the episode, in the order of their last turns, at most 4095. The last one ends the episode. No token of the policy is in two branches:
         what a branch took from another one is part of its prompt.
         """
 

@@ -442,3 +442,29 @@ def test_completions_continue_their_text_and_token_ids(scripted: Scripted, run: 
     assert [segment.role for segment in first.segments] == ["prompt", "policy", "observation", "policy"]
     assert rig.text(first.segments[2].token_ids) == " three"
     assert len(trajectory.branches) == 6
+
+
+def test_the_branch_of_the_last_answer_is_the_last_one(scripted: Callable[[Script], Rig], run: str) -> None:
+    """A sub-agent between two turns of the main conversation does not end the episode."""
+    rig = scripted(lambda prompt: "sub" if "SUB" in prompt else "one")
+
+    def agent(start: AgentRun) -> AgentResult:
+        client = client_of(start)
+
+        def ask(messages: list[Any]) -> Any:
+            return client.chat.completions.create(model=start.model, messages=messages).choices[0].message
+
+        messages: list[Any] = [user("main")]
+        messages += [ask(messages), user("two")]
+        ask([user("SUB task")])
+        ask(messages)
+        return AgentResult(1.0)
+
+    [trajectory] = rig.checked(rig.batch(run, limit=200), agent)
+    assert [rig.text(branch.policy_ids).replace("<|im_end|>", "") for branch in trajectory.branches] == [
+        "sub",
+        "oneone",
+    ]
+    assert trajectory.turn_rewards == (0, 0, 1.0)
+    # They begin with the same ids of the template.
+    assert [branch.parent for branch in trajectory.branches] == [-1, 0]

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
+import httpx2 as httpx
+
 from quartet.contract.agent import AgentResult, AgentRun
 from quartet.contract.generation import GenerationBatch, GenerationRequest
 from quartet.contract.trajectory import FinishReason, Outcome, TrajectoryId
 from tests.services.generator.sessions.harness import Rig, Script, wait_until
-from tests.services.generator.sessions.test_survival import dialogue
+from tests.services.generator.sessions.test_survival import ask, dialogue, post, user
 
 KEPT = 2
 
@@ -92,3 +94,57 @@ def test_greedy_episodes_neither_end_nor_end_others(scripted: Callable[[Script],
 
     result = rig.checked(samples(rig, run, 3, greedy=1), agent)
     assert [item.outcome for item in result] == [Outcome.OK] * 3
+
+
+def test_a_request_whose_turn_is_generated_is_answered_when_its_episode_is_left_out(
+    scripted: Callable[[Script], Rig], run: str
+) -> None:
+    asked, finished = threading.Event(), threading.Semaphore(0)
+
+    def script(prompt: str) -> str:
+        if "slow" in prompt:
+            asked.set()
+            for _ in range(KEPT):
+                finished.acquire(timeout=20)
+        return "one two three"
+
+    rig, errors = scripted(script), []
+
+    def agent(start: AgentRun) -> AgentResult:
+        if sample_of(start):
+            result = dialogue(start, turns=1)
+            finished.release()
+            return result
+        dialogue(start, turns=2)
+        # By its next turn it has used more than the others, which end while it is generated.
+        try:
+            post(start, [user("slow")]).raise_for_status()
+        except httpx.HTTPStatusError as error:
+            errors.append(error.response.status_code)
+        return AgentResult(1.0)
+
+    result = rig.play(samples(rig, run, 3), agent)
+    assert [item.outcome for item in result] == [Outcome.LEFT_OUT, *[Outcome.OK] * KEPT]
+    assert errors == [401]
+
+
+def test_answers_that_the_agent_does_not_get_do_not_count(scripted: Callable[[Script], Rig], run: str) -> None:
+    """The trajectory does not have them either."""
+    rig, finished = scripted(lambda prompt: "one two three"), threading.Semaphore(0)
+    rig.max_branches = 2
+
+    def agent(start: AgentRun) -> AgentResult:
+        if sample_of(start):
+            result = dialogue(start, turns=1)
+            finished.release()
+            return result
+        ask(start, [user("main")], max_tokens=2)
+        # Its second choice is above the limit of branches, so none is delivered.
+        assert post(start, [user("main")], n=4).status_code == 400
+        for _ in range(KEPT):
+            finished.acquire(timeout=20)
+        return AgentResult(1.0)
+
+    result = rig.checked(samples(rig, run, 3), agent)
+    assert [item.outcome for item in result] == [Outcome.OK] * 3
+    assert result[0].consumption[:2] == (2, 1)

@@ -9,7 +9,7 @@ import pytest
 
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.contract.trajectory import FinishReason, Outcome, Segment, SegmentRole, Trajectory
-from quartet.errors import ComputationFailed, ScorerFailed
+from quartet.errors import BufferFailed, ComputationFailed, ScorerFailed
 from quartet.services.orchestrator.rollout.collector import CollectedStep
 from tests.buffer.samples import trajectory
 from tests.services.orchestrator.rollout.failing_services import (
@@ -116,3 +116,24 @@ def test_the_trajectories_of_a_prompt_are_scored_in_one_batch(stream: RolloutStr
     assert len(step.scored) == 5 * KEPT
     # Batches of at least three generated trajectories: one prompt each.
     assert sorted({prompt for prompt, _ in names} for names in scorer.requests["score"]) == [{0}, {1}, {2}, {3}, {4}]
+
+
+@pytest.mark.parametrize("fails_before_it_is_ended", [True, False])
+def test_an_episode_that_failed_with_more_tokens_than_those_kept_is_left_out(
+    fails_before_it_is_ended: bool, stream: RolloutStream, run: str
+) -> None:
+    """Whether it failed or was ended first depends on time."""
+    episodes = [episode(run, 1, sample, tokens) for sample, tokens in enumerate((9, 3, 5))]
+    failed = replace(
+        episodes[0], finish_reason=FinishReason.FAILED, outcome=Outcome.ENVIRONMENT_ERROR, detail="the dice are lost"
+    )
+    written = [failed if fails_before_it_is_ended else ended(episodes[0]), *episodes[1:]]
+    step = collect(stream, FailingScorer(ComputationFailed("no")), written, Actor(stream, run), kept_samples=KEPT)
+    assert scored(step) == [(1, 1), (1, 2)]
+    assert (left_out(step), step.failed_trajectories) == ([(1, 0)], [])
+
+
+def test_a_generator_may_not_leave_out_what_the_step_needs(stream: RolloutStream, run: str) -> None:
+    episodes = [episode(run, 1, sample, 3) for sample in range(3)]
+    with pytest.raises(BufferFailed, match="was left out, but the step needs all trajectories"):
+        collect(stream, FailingScorer(ComputationFailed("no")), [ended(episodes[0]), *episodes[1:]], Actor(stream, run))
