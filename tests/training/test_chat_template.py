@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli.inference.generate import template_inputs
+from quartet.contract.status import Role
 from quartet.demo.toy_task import ToyTask
+from quartet.rpc.security.credentials import LOCAL
 from quartet.rpc.server import Server
 from quartet.services.__main__ import _environment
+from quartet.services.observability import Observability
 from tests.training.conftest import MakeConfig
 from tests.training.runs import json_lines, run_to_completion
 
@@ -38,7 +41,8 @@ def test_every_turn_of_training_and_evaluation_gets_the_variables(
         "environment": {"class_name": "quartet.environments.examples:WordPuzzle", "observations": "chat"},
         "evaluation": {"every_steps": 1},
     }
-    server = Server(_environment(make(**changes), 1), "127.0.0.1:0")
+    config = make(**changes)
+    server = Server(_environment(config, 1, LOCAL, Observability([Role.ENVIRONMENT], config)), "127.0.0.1:0")
     try:
         run = run_to_completion(make(**changes, services={"environment": {"address": server.address}}))
     finally:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from quartet.config.agent import AgentConfig
 from quartet.config.deployment import ServiceConfig
 from quartet.environments.host import EnvironmentHost
 from quartet.errors import QuartetError
@@ -117,7 +118,9 @@ def toy_task_changes(toy_task: dict[str, Any], shipped: dict[str, Any]) -> dict[
         # The prompts of the toy task have no fields for a verifier.
         changes["reward"] = {"function": "quartet.rewards.examples:length_target", "batched": False}
     if "environment" in shipped:
-        changes["environment"] = {"class_name": "quartet.environments.examples:WordPuzzle"}
+        # An agent needs packages, or a service, of its example.
+        plain = {"kind": "class", "agent": AgentConfig().model_dump(mode="json")}
+        changes["environment"] = {"class_name": "quartet.environments.examples:WordPuzzle", **plain}
     for role in ("critic", "reference"):
         if shipped.get(role, {}).get("model"):
             changes[role] = {"model": toy_task["actor"]["model"]}

@@ -101,7 +101,9 @@ class _OneDnnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        return _matmul(inputs, weight, bias)
+        outputs = _matmul(inputs, weight, bias)
+        # Models such as Llama 4 change outputs in place, which torch forbids for a view that a function of its own returns.
+        return outputs if outputs._base is None else outputs.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
