@@ -224,6 +224,8 @@ def _read(kind: type[Body], body: bytes) -> tuple[Body, dict[str, Any], bytes]:
     """Return the fields of a body, all that it gives, and the digest of the request."""
     try:
         given = from_json(body)
+        if not isinstance(given, dict):
+            raise ValueError(f"is of type {type(given).__name__}")
         fields = kind.model_validate(given)
         same = {name: value for name, value in given.items() if name not in ("stream", "stream_options")}
         canonical = json.dumps([kind.__name__, same], sort_keys=True, separators=(",", ":"))
