@@ -211,7 +211,6 @@ class Episodes:
         index, digest, reason = len(episode.rewards), turn.weights_digest, turn.finish_reason
         generated = RecordedTurn(index, segment, turn.policy_version, digest, reason, turn.version_spans)
         self._turns["generated"] += 1
-        log.debug("turn generated", id=str(turn.id), index=index)
         episode.add(generated)
         episode.is_generating = False
         if self._is_left_out(episode):

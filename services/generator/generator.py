@@ -307,22 +307,28 @@ class Generator:
                 yield self._trajectory(response, batch)
 
         later = generate_turns if isinstance(engine, TurnEngine) else None
-        if isinstance(self._environment, AgentAccess):
-            turns = generate_sessions(self._environment, batch, requests, generate, later, writer.add, cancelled)
-            log.debug("turns of agents", run=batch.run, step=batch.step, **turns)
+        turns: Counter[str] = Counter()
+        try:
+            if isinstance(self._environment, AgentAccess):
+                turns.update(
+                    generate_sessions(self._environment, batch, requests, generate, later, writer.add, cancelled)
+                )
+                return
+            generate_episodes(
+                self._environment,
+                batch,
+                requests,
+                self._model.vocabulary_size,
+                generate,
+                later,
+                writer.add,
+                cancelled,
+                turns,
+            )
+        finally:
             self._turns.update(turns)
-            return
-        generate_episodes(
-            self._environment,
-            batch,
-            requests,
-            self._model.vocabulary_size,
-            generate,
-            later,
-            writer.add,
-            cancelled,
-            self._turns,
-        )
+            counts = {name: turns[name] for name in ("generated", "recorded")}
+            log.info("turns of episodes", run=batch.run, step=batch.step, **counts)
 
     def _check_requested(self, batch: GenerationBatch) -> None:
         held = self._held

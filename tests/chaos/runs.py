@@ -10,7 +10,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ from tests.waiting import LIMIT, wait_until
 
 RUN = "chaos"
 POLL = 0.01
+MODULES = {"PYTHONPATH": str(Path(__file__).parents[2])}
+"""Environment of commands that import classes of the tests."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,14 @@ class ChaosSetup:
         fresh: bool = False,
         generators: int = 0,
         way: TransferWay = "shared memory",
+        corridor: Mapping[str, Any] | None = None,
     ) -> None:
         """``stale``: train one step off-policy. ``ranks``: processes of actor and of critic. ``turns``: with an environment.
 
         ``dynamic_sampling``: groups of two responses, with a reward function that scores some of them alike.
         ``greedy_baselines``: estimator remax. ``fresh``: start commands as users do, without forks of the tests. ``generators``:
         processes that generate instead of the actor, and may be killed any number of times; ``way``: how they get weights.
+        ``corridor``: arguments of an environment whose episodes all have the same number of turns.
         """
         self.folder, self.fresh = folder.absolute(), fresh
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -122,6 +126,11 @@ class ChaosSetup:
                 "arguments": {"turns": turns},
                 "num_workers": 2,
             }
+        if corridor is not None:
+            # As many tokens as the positions of the model allow.
+            limits = {"max_turns": corridor["turns"], "max_turn_tokens": 1, "max_response_tokens": 100}
+            tree["rollout"] |= limits
+            tree["environment"] = {"class_name": "tests.chaos.corridor:Corridor", "arguments": dict(corridor)}
         if dynamic_sampling:
             groups = {"prompts_per_step": PROMPTS_PER_STEP // 2, "samples_per_prompt": 2}
             tree["rollout"] |= {**groups, "dynamic_sampling": True}
@@ -141,7 +150,8 @@ class ChaosSetup:
         directory, done = folder / "runs" / RUN, folder / "done"
         if not done.exists():
             folder.mkdir(exist_ok=True)
-            command = Command(QUARTET, *train(self.config, seed), "--overwrite", cwd=folder, fresh=self.fresh)
+            options = [*train(self.config, seed), "--overwrite"]
+            command = Command(QUARTET, *options, cwd=folder, environment=MODULES, fresh=self.fresh)
             try:
                 result = command.wait(LIMIT)
             finally:
@@ -156,16 +166,29 @@ def train(config: Path, seed: int) -> list[str | Path]:
     return ["train", config, "--set", f"run.seed={seed}"]
 
 
-def disturb(case: Case, setup: ChaosSetup) -> Result:
-    """Run a case to its end, and compare its files with those of the undisturbed run."""
+def disturb(
+    case: Case,
+    setup: ChaosSetup,
+    before_fault: Callable[[Command], None] = lambda command: None,
+    check: Callable[[Path], Iterator[str]] = lambda run: iter(()),
+) -> Result:
+    """Run a case to its end, and compare its files with those of the undisturbed run.
+
+    ``before_fault`` is called with the command of the run while it is held. ``check`` yields further problems of the run in a
+    directory.
+    """
     expected = setup.undisturbed(case.seed)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
-        disturbed = _DisturbedRun(case, setup, folder)
+        disturbed = _DisturbedRun(case, setup, folder, before_fault)
         try:
             disturbed.run()
-            problems = [*disturbed.problems, *differences(disturbed.directory, expected)]
+            problems = [
+                *disturbed.problems,
+                *differences(disturbed.directory, expected),
+                *check(disturbed.directory),
+            ]
         except AssertionError as error:
             problems = [*disturbed.problems, str(error)]
         finally:
@@ -180,8 +203,8 @@ def disturb(case: Case, setup: ChaosSetup) -> Result:
 class _DisturbedRun:
     """One run with a fault."""
 
-    def __init__(self, case: Case, setup: ChaosSetup, folder: Path) -> None:
-        self._case, self._setup, self._folder = case, setup, folder
+    def __init__(self, case: Case, setup: ChaosSetup, folder: Path, before_fault: Callable[[Command], None]) -> None:
+        self._case, self._setup, self._folder, self._before_fault = case, setup, folder, before_fault
         self._failpoints = folder / "failpoints"
         self._failpoints.mkdir()
         self.directory = folder / "runs" / RUN
@@ -195,6 +218,7 @@ class _DisturbedRun:
         command = self._start()
         failpoint = self._case.moment.failpoint_of(self._case.process)
         command.wait_for((self._failpoints / f"{failpoint}.reached").exists)
+        self._before_fault(command)
         command = self._inject(command, self._failpoints / f"{failpoint}.go")
         result = command.wait(LIMIT)
         self._check(result)
@@ -205,7 +229,7 @@ class _DisturbedRun:
             command.clean_up()
 
     def _start(self, *options: str) -> Command:
-        environment = {VARIABLE: self._case.setting, FOLDER_VARIABLE: str(self._failpoints)}
+        environment = {VARIABLE: self._case.setting, FOLDER_VARIABLE: str(self._failpoints), **MODULES}
         arguments = [*train(self._setup.config, self._case.seed), *options]
         self._commands.append(
             Command(QUARTET, *arguments, cwd=self._folder, environment=environment, fresh=self._setup.fresh)
