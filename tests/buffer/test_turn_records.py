@@ -77,6 +77,19 @@ def test_turns_and_replies_are_read_as_they_were_written(records: TurnRecords, r
     assert records.load(id_of(run, prompt=1)).turns == ()
 
 
+def test_only_the_last_reply_keeps_its_state(records: TurnRecords, run: str, redis_client: Redis) -> None:
+    for number in range(3):
+        assert records.append_reply(id_of(run), number, replace(reply(number), state=f"s{number}"))
+        assert [each.state for each in records.load(id_of(run)).replies] == [*[""] * number, f"s{number}"]
+    assert records.append_reply(id_of(run), 2, replace(reply(2), state="s2")), "the same again"
+    (key,) = redis_client.scan_iter(f"quartet:{run}:turns:*/*")
+    names = sorted(name.decode().partition("/")[2] for name in redis_client.hkeys(key))
+    assert names == ["reply/0", "reply/1", "reply/2", "state/2"]
+    # The last reply may be one that has none.
+    records.append_reply(id_of(run), 3, reply(3, done=True))
+    assert records.load(id_of(run)).replies[-1].state == ""
+
+
 def test_a_turn_without_log_probs_and_spans_is_read_as_written(records: TurnRecords, run: str) -> None:
     bare = RecordedTurn(0, Segment(SegmentRole.POLICY, np.array([4], np.int32)), 0, b"", FinishReason.LENGTH)
     records.append(id_of(run), bare)

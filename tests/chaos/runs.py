@@ -340,8 +340,11 @@ def step_metrics(run: Path) -> list[dict[str, float]]:
 
 
 def trajectories(run: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return the lines of every trajectory file, by step."""
+    """Return the lines of every trajectory file, by step, without the address of the generator, which is another in every run."""
     return {
-        int(path.stem.removeprefix("step-")): [json.loads(line) for line in path.read_text().splitlines()]
+        int(path.stem.removeprefix("step-")): [
+            {name: value for name, value in json.loads(line).items() if name != "generator"}
+            for line in path.read_text().splitlines()
+        ]
         for path in sorted((run / "trajectories").glob("step-*.jsonl"))
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
 
@@ -95,12 +96,14 @@ class TurnRecords:
         own = {name.decode().partition("/")[2]: value for name, value in fields.items() if name.startswith(origin)}
         try:
             turns = tuple(map(turn_from_bytes, _without_gap(own, "turn")))
-            replies = tuple(map(reply_from_bytes, _without_gap(own, "reply")))
+            replies = [reply_from_bytes(value) for value in _without_gap(own, "reply")]
+            if replies and (state := own.get(f"state/{len(replies) - 1}")) is not None:
+                replies[-1] = replace(replies[-1], state=state.decode())
         except InvalidRequest as error:
             log.warning("turn records dropped", key=key, error=str(error))
             self.forget([id])
             return EpisodeRecord()
-        return EpisodeRecord(turns, replies)
+        return EpisodeRecord(turns, tuple(replies))
 
     def append(self, id: TrajectoryId, turn: RecordedTurn) -> bool:
         """Record a turn. Return False if another turn is recorded already with this index: then that one counts.
@@ -111,8 +114,23 @@ class TurnRecords:
         return self._append(id, f"turn/{turn.index}", turn_to_bytes(turn))
 
     def append_reply(self, id: TrajectoryId, number: int, reply: EnvironmentReply) -> bool:
-        """Record the environment's reply to turn ``number`` - 1, or to the reset if it is 0. Returns and raises as ``append``."""
-        return self._append(id, f"reply/{number}", reply_to_bytes(reply))
+        """Record the environment's reply to turn ``number`` - 1, or to the reset if it is 0. Returns and raises as ``append``.
+
+        Only the last reply keeps its state.
+        """
+        value = reply_to_bytes(replace(reply, state=""))
+        if not reply.state:
+            return self._append(id, f"reply/{number}", value)
+        key, origin = self._key(id), self._origins[id]
+
+        def write_state(pipeline: Any) -> None:
+            # Before the reply: one without its state could not be restored.
+            pipeline.hsetnx(key, f"{origin}/state/{number}", reply.state)
+
+        def drop_state(pipeline: Any) -> None:
+            pipeline.hdel(key, f"{origin}/state/{number - 1}")
+
+        return self._append(id, f"reply/{number}", value, write_state, drop_state)
 
     def forget(self, ids: Iterable[TrajectoryId]) -> None:
         """Remove the records of these episodes, of every origin."""
@@ -124,17 +142,28 @@ class TurnRecords:
         """Do not wait for a server that is down any longer than CLOSE_SECONDS. Commands stay possible."""
         self._closed.set()
 
-    def _append(self, id: TrajectoryId, name: str, value: bytes) -> bool:
+    def _append(
+        self,
+        id: TrajectoryId,
+        name: str,
+        value: bytes,
+        before: Callable[[Any], None] = lambda pipeline: None,
+        after: Callable[[Any], None] = lambda pipeline: None,
+    ) -> bool:
+        """Write a field if it does not exist. ``before`` and ``after`` add commands to the same round trip."""
         key, index = self._key(id), f"quartet:{id.run}:turns:{id.step}"
         field = f"{self._origins[id]}/{name}"
 
         def write() -> bool:
             with self._client.pipeline(transaction=False) as pipeline:
-                pipeline.sadd(index, f"{id.prompt}/{id.sample}")
+                before(pipeline)
+                place = len(pipeline)
                 pipeline.hsetnx(key, field, value)
+                pipeline.sadd(index, f"{id.prompt}/{id.sample}")
                 pipeline.expire(index, LIFETIME_SECONDS)
                 pipeline.expire(key, LIFETIME_SECONDS)
-                written = pipeline.execute()[1]
+                after(pipeline)
+                written = pipeline.execute()[place]
             # A lost response leads to a second attempt, which finds the value of the first.
             return bool(written) or self._client.hget(key, field) == value
 

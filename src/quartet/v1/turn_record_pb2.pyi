@@ -24,7 +24,7 @@ class RecordedTurn(_message.Message):
     """A turn of the policy, recorded before its answer leaves the process that generates. The hash
     `quartet:RUN:turns:STEP/PROMPT/SAMPLE` in Redis has one field for each turn, `ORIGIN/turn/INDEX`, whose value is this message, and
     one for each answer of the environment, `ORIGIN/reply/NUMBER`, whose value is an EnvironmentReply: 0 is the answer to Reset, n that
-    to turn n - 1. ORIGIN is a digest of all that decides the turns: weights, seed, sampling, limits, prompt. The first writer of a
+    to turn n - 1. The last answer's `state` is the field `ORIGIN/state/NUMBER`. ORIGIN is a digest of all that decides the turns: weights, seed, sampling, limits, prompt. The first writer of a
     field wins. The set `quartet:RUN:turns:STEP` has PROMPT/SAMPLE of every hash of the step.
     """
 
