@@ -292,7 +292,10 @@ def test_a_function_that_fails(host: Start) -> None:
             {"function": f"{FUNCTIONS}:wants_more"},
             "has the parameter tools; an agent gets what it names of fields, base_url",
         ),
-        ({"url": "http://127.0.0.1:9", "api_key_file": "no-such-file"}, "api_key_file no-such-file: cannot be read"),
+        (
+            {"url": "http://127.0.0.1:9", "api_key_file": "no-such-file"},  # pragma: allowlist secret
+            "api_key_file no-such-file: cannot be read",
+        ),
         ({"url": "http://127.0.0.1:9", "certificate_authority_file": "no-such-file"}, "expected a PEM file"),
     ],
 )

@@ -259,7 +259,7 @@ def agent_checks() -> list[Check]:
         ("run.refuses_url", f"A base URL that is not HTTP {invalid}.", REQUEST,
          _refuses("a base URL of FTP", base_url="ftp://host/v1")),
         ("run.refuses_key", f"A key that is too short, or has a space, {invalid}.", REQUEST,
-         _refuses("a key with a space", api_key="a key that has spaces in it")),
+         _refuses("a key with a space", api_key="a key that has spaces in it")),  # pragma: allowlist secret
         ("run.error_class", "The class of an error in google.rpc.ErrorInfo is of the domain quartet, and fits the status code.",
          ERRORS, lambda runs: require_class(_no_session(runs))),
         ("run.error_text", "The text of an error is one line that is not too long.", ERRORS,
