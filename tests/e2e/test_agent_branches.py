@@ -99,7 +99,7 @@ def test_a_process_that_is_killed_in_the_middle_of_episodes_changes_no_bit(
     assert weights(run.directory) == weights(finished.directory)
     assert step_metrics(run) == step_metrics(finished)
     turns = re.findall(
-        r"event='turns of agents' .* generated=(\d+) recorded=(\d+)", (run.directory / "logs/actor.log").read_text()
+        r"event='turns of episodes' .* generated=(\d+) recorded=(\d+)", (run.directory / "logs/actor.log").read_text()
     )
     generated, recorded = (sum(map(int, numbers)) for numbers in zip(*turns, strict=True))
     assert recorded > 0
