@@ -22,16 +22,20 @@ from quartet.engines.engine import CopyingEngine, Engine, EngineResponse, Served
 from quartet.engines.request_checks import check_requests, check_response
 from quartet.engines.stop_strings import StopStringCache
 from quartet.errors import (
+    BufferFailed,
     Cancelled,
     FailedPrecondition,
     GroupWeightsChanged,
     InvalidRequest,
     MismatchError,
+    NoResponse,
     QuartetError,
+    ServiceUnavailable,
     WeightsChanged,
 )
 from quartet.services.generator.attestation import Attestation
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
+from quartet.services.generator.sessions.session import Records
 from quartet.services.generator.sessions.sessions import AgentAccess, generate_sessions
 from quartet.system.failpoints import failpoint
 from quartet.weight_transfer.receiver import PulledWeights
@@ -41,6 +45,8 @@ log = structlog.get_logger()
 
 FLUSH = 8
 """Finished trajectories per write to the rollout stream. More would delay scoring."""
+_NOT_OF_THE_ENGINE = (Cancelled, InvalidRequest, FailedPrecondition, BufferFailed, ServiceUnavailable, NoResponse)
+"""Errors that end a call although its engine works."""
 
 
 Pull = Callable[[], PulledWeights]
@@ -235,23 +241,33 @@ class Generator:
         self._stop_strings.of(batch.sampling)
         on_start()
         writer = TrajectoryWriter(self._stream(batch.run), batch, on_progress)
+        records, is_attested = self._records_of(batch), False
         start = time.perf_counter()
         try:
-            if batch.episode is None:
-                for trajectory in self._responses(requests, batch, cancelled):
-                    writer.add(trajectory)
-            else:
-                self._generate_episodes(requests, batch, cancelled, writer)
+            try:
+                if batch.episode is None:
+                    for trajectory in self._responses(requests, batch, cancelled):
+                        writer.add(trajectory)
+                else:
+                    self._generate_episodes(requests, batch, cancelled, writer, records)
+            except _NOT_OF_THE_ENGINE:
+                if records is not None:
+                    # A later call continues after them.
+                    self._attest(batch, time.perf_counter() - start)
+                    is_attested = True
+                raise
             self._attest(batch, time.perf_counter() - start)
+            is_attested = True
             if self._held_here is None and not self._is_copied:
                 # Without effect unless the engine shares its device with training. In an actor's process, updates ask for it.
                 self._engine.sleep()
             return writer.finish()
-        except (Cancelled, InvalidRequest, FailedPrecondition):
-            raise
-        except Exception:
-            with self._loading:
-                self._held, self._loaded = None, b""
+        except Exception as error:
+            if records is not None and not is_attested:
+                self._revoke(records, batch)
+            if not isinstance(error, (Cancelled, InvalidRequest, FailedPrecondition)):
+                with self._loading:
+                    self._held, self._loaded = None, b""
             raise
 
     def _attest(self, batch: GenerationBatch, seconds: float) -> None:
@@ -266,7 +282,6 @@ class Generator:
             log.error(
                 "weights changed", run=batch.run, step=batch.step, version=batch.policy_version, tensors=changed[:10]
             )
-            self._forget_records(batch)
             kind = GroupWeightsChanged if self._is_copied else WeightsChanged
             raise kind(
                 f"engine {self._engine.properties.name}: {len(changed)} of {read} tensors that were read back, the first "
@@ -274,13 +289,17 @@ class Generator:
                 "this call are discarded; if it happens again, check the memory of this machine, and report the engine's version"
             )
 
-    def _forget_records(self, batch: GenerationBatch) -> None:
-        """Remove the records of the turns that weights have made which are not those of their digest."""
+    def _records_of(self, batch: GenerationBatch) -> Records | None:
+        """Return the turn records of a call, None for a call without turns."""
         if batch.episode is None or self._environment is None or self._environment.records is None:
-            return
+            return None
+        return self._environment.records(batch)
+
+    def _revoke(self, records: Records, batch: GenerationBatch) -> None:
+        """Remove the records of a call whose weights are not attested: they have changed, or the engine has failed."""
         try:
-            self._environment.records(batch).forget([request.id for request in batch.requests])
-        except QuartetError as error:  # The weights are the cause that counts.
+            records.revoke()
+        except QuartetError as error:  # The cause of the end counts.
             log.error("turn records not removed", run=batch.run, step=batch.step, error=str(error))
 
     def _responses(
@@ -295,8 +314,11 @@ class Generator:
         batch: GenerationBatch,
         cancelled: Callable[[], bool],
         writer: TrajectoryWriter,
+        records: Records | None,
     ) -> None:
-        engine = self._engine
+        engine, access = self._engine, self._environment
+        if access is not None and records is not None:
+            access = replace(access, records=lambda _: records)
 
         def generate(turns: Sequence[GenerationRequest]) -> Iterator[Trajectory]:
             return self._responses(turns, batch, cancelled)
@@ -309,13 +331,11 @@ class Generator:
         later = generate_turns if isinstance(engine, TurnEngine) else None
         turns: Counter[str] = Counter()
         try:
-            if isinstance(self._environment, AgentAccess):
-                turns.update(
-                    generate_sessions(self._environment, batch, requests, generate, later, writer.add, cancelled)
-                )
+            if isinstance(access, AgentAccess):
+                turns.update(generate_sessions(access, batch, requests, generate, later, writer.add, cancelled))
                 return
             generate_episodes(
-                self._environment,
+                access,
                 batch,
                 requests,
                 self._model.vocabulary_size,

@@ -43,7 +43,7 @@ class StepPreparation:
         self._run, self._config, self._board = run, run.config, run.board
         self._started: dict[int, tuple[GenerationBatch, PendingTrajectories]] = {}
         self._collector = Collector(
-            run.stream, run.clients.scoring(), run.config.rollout.score_batch_size, run.profiler.observe
+            run.stream, run.clients.scoring(), run.config.rollout.score_batch_size, run.profiler.observe, run.turns
         )
 
     def start_generation(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, policy_version: int) -> None:

@@ -131,6 +131,20 @@ def changed(original: GenerationBatch, what: str) -> GenerationBatch:
     }[what]
 
 
+def test_revoked_records_are_removed_also_those_that_another_thread_writes_meanwhile(
+    records: TurnRecords, store: TurnRecordStore, run: str
+) -> None:
+    records.append(id_of(run), turn(0))
+    records.revoke()
+    # It was submitted before.
+    assert records.append(id_of(run), turn(0))
+    assert store.records_of(batch(run)).load(id_of(run)).turns == ()
+    # Another process generates the trajectory meanwhile.
+    assert store.records_of(batch(run)).append(id_of(run), turn(0))
+    records.append(id_of(run), turn(0))
+    assert len(store.records_of(batch(run)).load(id_of(run)).turns) == 1
+
+
 @pytest.mark.parametrize("what", ["version", "digest", "seed", "sampling", "turns", "fields", "prompt", "greedy"])
 def test_records_of_another_origin_are_removed(
     what: str, records: TurnRecords, store: TurnRecordStore, run: str

@@ -53,6 +53,9 @@ class Records(Protocol):
     def forget(self, ids: Iterable[TrajectoryId]) -> None:
         """Remove the records of these episodes."""
 
+    def revoke(self) -> None:
+        """Remove all records, also those that are being written."""
+
     def close(self) -> None:
         """Do not wait any longer for a server that is down."""
 

@@ -13,6 +13,7 @@ import numpy as np
 import structlog
 
 from quartet.buffer.rollout_stream import Delivery, RolloutStream
+from quartet.buffer.turn_records import TurnRecordStore
 from quartet.config.deployment import RecoveryConfig
 from quartet.contract.generation import GenerationBatch
 from quartet.contract.trajectory import Outcome, Trajectory, TrajectoryId, VersionSpan
@@ -88,9 +89,11 @@ class Collector:
         services: ScoringServices,
         score_batch_size: int,
         observe: CallObserver = ignore_call,
+        turns: TurnRecordStore | None = None,
     ) -> None:
-        """``observe`` receives every scoring call."""
+        """``observe`` receives every scoring call. ``turns``: the turn records of the run."""
         self._stream, self._services, self._size, self._observe = stream, services, score_batch_size, observe
+        self._turns = turns
         # Trajectories of later steps, which arrived while an earlier step was collected.
         self._early: dict[int, list[Delivery]] = {}
         # Deliveries, the error that ended the reading, or None for anything else that may have changed.
@@ -360,6 +363,9 @@ class Collector:
     def _refuse(self, trajectory: Trajectory, reason: str) -> None:
         """Reject a trajectory, unless another generator has generated it meanwhile."""
         if trajectory.id in self._arrivals.missing:
+            if self._turns is not None:
+                # The next process would continue after turns of the refused one.
+                self._turns.forget_all()
             self._generation.refuse(trajectory, reason)
 
     def _accept(self, trajectory: Trajectory) -> None:

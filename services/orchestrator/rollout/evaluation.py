@@ -59,7 +59,7 @@ class Evaluator:
         has_turns, name = config.has_environment, stream_name(config.run.name)
         self._turns = TurnRecordStore(run.redis, run.url, name) if has_turns else None
         scoring = run.clients.scoring(for_training=False)
-        self._collector = Collector(self._stream, scoring, config.rollout.score_batch_size)
+        self._collector = Collector(self._stream, scoring, config.rollout.score_batch_size, turns=self._turns)
         self._prompts = list(prompts)
         self._tokenizer = tokenizer
         self._baseline: dict[int, PromptResponses] | None = None

@@ -74,7 +74,7 @@ class TurnRecords:
     """Records of the trajectories that one Generate call requests. Thread-safe.
 
     Only records of this call's origin are seen: those of other weights, settings or prompts are none. See ``origins``. A server
-    that is down is waited for.
+    that is down is waited for. ``revoke`` them unless the weights of the engine are attested at the end of the call.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class TurnRecords:
     ) -> None:
         """``origins``: that of each requested trajectory. ``lost`` is called if a command cannot reach the server."""
         self._client, self._url, self._origins, self._lost = client, url, origins, lost
-        self._closed = threading.Event()
+        self._closed, self._revoked = threading.Event(), threading.Event()
 
     def load(self, id: TrajectoryId) -> EpisodeRecord:
         """Return the records of an episode, up to the first gap. Records of another origin and damaged ones are removed.
@@ -138,6 +138,14 @@ class TurnRecords:
         if keys:
             self._patiently(lambda: self._client.unlink(*keys))
 
+    def revoke(self) -> None:
+        """Remove the records of all these trajectories, also those that other threads write at this moment or later.
+
+        Raises as ``load``.
+        """
+        self._revoked.set()
+        self.forget(self._origins)
+
     def close(self) -> None:
         """Do not wait for a server that is down any longer than CLOSE_SECONDS. Commands stay possible."""
         self._closed.set()
@@ -164,6 +172,8 @@ class TurnRecords:
                 pipeline.expire(key, LIFETIME_SECONDS)
                 after(pipeline)
                 written = pipeline.execute()[place]
+            if written and self._revoked.is_set():
+                self._client.hdel(key, field)
             # A lost response leads to a second attempt, which finds the value of the first.
             return bool(written) or self._client.hget(key, field) == value
 

@@ -51,7 +51,7 @@ def origins(batch: GenerationBatch) -> Mapping[TrajectoryId, str]:
     """Return the origin of each requested trajectory: a digest of its request, 32 hexadecimal digits.
 
     Records of other weights, another seed, other sampling settings or limits, or another prompt have another origin. What answers
-    the policy is not part of it: the class, service or agent, which a run may change only between its steps or for a repair.
+    the policy is not part of it: its settings stay the same for the whole run, and a change of its code cannot be seen.
     """
     episode = batch.episode
     fields = episode.fields if episode is not None else {}

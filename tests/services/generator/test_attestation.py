@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from quartet.buffer.connection import Redis
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.errors import FailedPrecondition, WeightsChanged
+from quartet.buffer.turn_records import TurnRecordStore
+from quartet.contract.generation import EpisodeSettings, SamplingParameters
+from quartet.contract.status import Role, ServiceStatus
+from quartet.engines.engine import ServedModel
+from quartet.errors import (
+    BufferFailed,
+    Cancelled,
+    EngineFailed,
+    FailedPrecondition,
+    MismatchError,
+    ServiceUnavailable,
+    WeightsChanged,
+)
 from quartet.models.generation.torch_engine import DetachedTorchEngine
 from quartet.services.generator import attestation as module
 from quartet.services.generator.attestation import SHARE, Attestation
+from quartet.services.generator.episodes import EnvironmentAccess
+from quartet.services.generator.generator import Generator
 from quartet.weight_transfer.tensors import HostTensor, tensor_digest
-from tests.services.generator.test_generator import CopyingEngine, generate, generator_of, load, weight_set
+from tests.services.generator.environments import EchoEnvironment
+from tests.services.generator.test_generator import RUN, CopyingEngine, batch, generate, generator_of, load, weight_set
 from tests.services.generator.test_generator import stream as stream
 from tests.unit.models import tiny
 from tests.unit.models.adapters import adapted, learn
@@ -39,6 +56,30 @@ class ReadableCopies(CopyingEngine):
         if self.changes_after == 0:
             self.tensors["b"] = HostTensor("F32", (1,), np.ones(4, np.uint8))
         yield from responses[1:]
+
+
+class Failing(ReadableCopies):
+    """One that raises ``error`` after the first response of its second round of turns. Its weights may ``change`` before that."""
+
+    error: BaseException | None = None
+    change = False
+    readable = True
+    rounds = 0
+
+    def held_digests(self, names: Collection[str]) -> Mapping[str, bytes]:
+        if not self.readable:
+            raise ServiceUnavailable("copying: away")
+        return super().held_digests(names)
+
+    def generate(self, *arguments: Any) -> Any:
+        self.rounds += 1
+        for response in super().generate(*arguments):
+            yield response
+            if self.rounds == 2:
+                if self.change:
+                    self.tensors["b"] = HostTensor("F32", (1,), np.ones(4, np.uint8))
+                if self.error is not None:
+                    raise self.error
 
 
 class Timed:
@@ -145,6 +186,53 @@ def test_weights_that_change_during_a_call_fail_it_and_are_loaded_again(
     assert generate(generator, 7, digest) == (3, 6)
     assert load(generator, 8, changed=("a",)) == weight_set(8).digest
     assert generate(generator, 8, weight_set(8).digest) == (3, 6)
+
+
+@pytest.mark.parametrize(
+    ("error", "change", "readable", "raised", "kept"),
+    [
+        (None, False, True, None, True),
+        (None, True, True, WeightsChanged, False),
+        (Cancelled("gone"), False, True, Cancelled, True),
+        (Cancelled("gone"), True, True, WeightsChanged, False),
+        (Cancelled("gone"), False, False, ServiceUnavailable, False),
+        (BufferFailed("full"), False, True, BufferFailed, True),
+        (EngineFailed("dead"), False, True, EngineFailed, False),
+        (MismatchError("wrong"), False, True, MismatchError, False),
+        # The process is killed.
+        (SystemExit(), False, True, SystemExit, True),
+    ],
+)
+def test_turn_records_outlive_their_call_only_if_its_weights_are_attested_or_its_process_dies(
+    error: BaseException | None,
+    change: bool,
+    readable: bool,
+    raised: type[BaseException] | None,
+    kept: bool,
+    stream: RolloutStream,
+    redis_client: Redis,
+    redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "SHARE", 1000.0)
+    engine = Failing()
+    store = TurnRecordStore(redis_client, redis_url, RUN)
+    store.forget_all()
+    access = EnvironmentAccess(EchoEnvironment(turns=2, tokens=1), 10, records=store.records_of)
+    served = ServedModel("m", "float32", frozenset(), tiny.VOCABULARY, 64)
+    generator = Generator(lambda: engine, served, ServiceStatus(Role.GENERATOR), lambda run: stream, access)
+    call = replace(
+        batch(7, load(generator, 7)), sampling=SamplingParameters(8), episode=EpisodeSettings(4, max_turn_tokens=2)
+    )
+    engine.error, engine.change, engine.readable = error, change, readable
+    if raised is None:
+        generator.generate(call, lambda: False)
+    else:
+        with pytest.raises(raised):
+            generator.generate(call, lambda: False)
+    records = [store.records_of(call).load(request.id) for request in call.requests]
+    assert [len(record.turns) > 0 for record in records] == [kept] * len(records)
+    store.forget_all()
 
 
 @pytest.mark.parametrize("merge", [False, True])

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -354,13 +355,16 @@ def test_a_trajectory_that_names_another_origin_than_its_call_is_refused(generat
         generators.stream.reset()
         generators.stream.append([replace(item, attempt=1000) for item in written])
         scorer: Any = Scorer()
-        collector = Collector(generators.stream, ScoringServices(scorer, scorer, scorer, 1.0, generators.actor), 2)
+        services, turns = ScoringServices(scorer, scorer, scorer, 1.0, generators.actor), Mock()
+        collector = Collector(generators.stream, services, 2, turns=turns)
         try:
             with pytest.raises(QuartetError, match="names attempt 1000") as raised:
                 collector.collect(batch, work, lambda scored: None)
         finally:
             collector.reset()
         assert address in str(raised.value)
+        # No one continues after the turns of a generator that is refused.
+        turns.forget_all.assert_called()
 
 
 def test_a_refused_generator_does_all_its_work_of_the_step_again_elsewhere(
