@@ -1,11 +1,17 @@
-"""Connections of the server of sessions: a client that stalls is disconnected, so that it holds no memory."""
+"""Connections of the server of sessions: a client that stalls is disconnected, so that it holds no memory.
+
+Beyond the limit of connections, a request gets an error in the shape of the others.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
+from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from quartet.services.generator.sessions.protocol import ProtocolError
 
 HEADER_SECONDS = 30.0
 """Time limit for the headers of a request, from the first byte, or from the connection for the first request."""
@@ -18,11 +24,15 @@ class SessionProtocol(H11Protocol):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
+        # uvicorn would answer in plain text.
+        self._max_connections, self.limit_concurrency = self.limit_concurrency, None
         self._headers: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self._max_connections is not None and len(self.connections) > self._max_connections:
+            self.app = _overloaded(self._max_connections)
         self._headers = self.loop.call_later(HEADER_SECONDS, transport.abort)
 
     def data_received(self, data: bytes) -> None:
@@ -50,3 +60,9 @@ def _without(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
     if timer is not None:
         timer.cancel()
     return None
+
+
+def _overloaded(connections: int) -> Any:
+    """Return the application of a connection beyond the limit."""
+    error = ProtocolError(503, f"This process has {connections} connections already; try again later.", "overloaded")
+    return JSONResponse(error.body, error.status, {"connection": "close"})

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, from_json
 
 from quartet.config.template_inputs import check_template_input
 from quartet.data.assistant_messages import template_message
@@ -25,6 +26,8 @@ MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 16, 1000
 """Maximum number of stop strings of a request, and length of one."""
 COMPLETION_TOKENS = 16
 """``max_tokens`` of /v1/completions if it is not given, as in OpenAI's API."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of messages that chat templates know. Some know others, too."""
 MAX_SHOWN = 100
 """Characters of an invalid value that an error repeats."""
 
@@ -115,6 +118,8 @@ Flag = Annotated[bool, BeforeValidator(_default)]
 
 class _Body(BaseModel):
     """Fields of both endpoints. Unknown fields are ignored, as by other servers of this protocol."""
+
+    model_config = ConfigDict(strict=True)
 
     model: str
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -230,7 +235,7 @@ def _read(kind: type[Body], body: bytes) -> tuple[Body, dict[str, Any], bytes]:
         same = {name: value for name, value in given.items() if name not in ("stream", "stream_options")}
         canonical = json.dumps([kind.__name__, same], sort_keys=True, separators=(",", ":"))
     except ValidationError as error:
-        raise _explained(error) from None
+        raise _explained(error, given) from None
     except (ValueError, RecursionError) as error:  # Such as a number of thousands of digits.
         raise invalid(f"body: {str(error)[:MAX_SHOWN]}; expected a JSON object") from None
     if fields.logit_bias:
@@ -238,17 +243,35 @@ def _read(kind: type[Body], body: bytes) -> tuple[Body, dict[str, Any], bytes]:
     return fields, given, hashlib.blake2b(canonical.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def _explained(error: ValidationError) -> ProtocolError:
-    """Return the first problem of a body."""
-    item = error.errors(include_url=False, include_context=False)[0]
-    # After the name of a field, pydantic lists the alternatives of its type.
-    path = ".".join(str(part) for part in item["loc"][:4]) or "body"
-    param = str(item["loc"][0]) if item["loc"] else None
-    if item["type"] == "missing":
-        return invalid(f"{path}: missing", param, "missing_required_parameter")
-    value = repr(item.get("input"))
+def _explained(error: ValidationError, given: Mapping[str, Any]) -> ProtocolError:
+    """Return the problem of the first field of a body that has one: the innermost, which says most."""
+    items = error.errors(include_url=False, include_context=False)
+    found = [(_path(item, given), item) for item in items if item["loc"][:1] == items[0]["loc"][:1]]
+    path = max((path for path, _ in found), key=len)
+    same = [item for other, item in found if other == path]
+    where, param = ".".join(path) or "body", path[0] if path else None
+    if any(item["type"] == "missing" for item in same):
+        return invalid(f"{where}: missing", param, "missing_required_parameter")
+    value = repr(same[0].get("input"))
     shown = value if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]}…"
-    return invalid(f"{path}: {item['msg']}, not {shown}", param, "invalid_value")
+    # One for each type that the field may have. pydantic names the classes of objects.
+    problems = [re.sub(r"dictionary or instance of \w+", "object", item["msg"]) for item in same]
+    first, *others = dict.fromkeys(problems)
+    expected = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
+    return invalid(f"{where}: {expected}, not {shown}", param, "invalid_value")
+
+
+def _path(item: ErrorDetails, given: Any) -> tuple[str, ...]:
+    """Return the place of a problem in a body, without the names of types that pydantic adds for alternatives."""
+    result = list[str]()
+    for part in item["loc"]:
+        is_index = isinstance(given, list) and isinstance(part, int)
+        if is_index or (isinstance(given, dict) and part in given):
+            given = given[part]
+            result.append(str(part))
+    if item["type"] == "missing":
+        result.append(str(item["loc"][-1]))
+    return tuple(result)
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -309,7 +332,7 @@ def read_message(message: Mapping[str, Any], where: str) -> Message:
     result = {name: value for name, value in message.items() if value is not None}
     role = result.get("role")
     if not isinstance(role, str) or not role:
-        raise invalid(f"{where}.role: missing; expected system, developer, user, assistant or tool", "messages")
+        raise invalid(f"{where}.role: missing; expected {', '.join(ROLES[:-1])} or {ROLES[-1]}", "messages")
     if role == "developer":
         # The name of newer models for the same. Templates do not know it.
         result["role"] = "system"

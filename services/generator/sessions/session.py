@@ -53,9 +53,6 @@ class Records(Protocol):
     def forget(self, ids: Iterable[TrajectoryId]) -> None:
         """Remove the records of these episodes."""
 
-    def revoke(self) -> None:
-        """Remove all records, also those that are being written."""
-
     def close(self) -> None:
         """Do not wait any longer for a server that is down."""
 
@@ -138,7 +135,9 @@ class Session:
         # Recorded turns that this attempt has not used yet, by their request.
         self._recorded: dict[bytes, deque[RecordedTurn]] = {}
         self._next_index = self._turns = 0
-        self._is_over = self._hit_limit = False
+        self._is_over = False
+        self.limit = ""
+        """Code of the last error by a limit of the episode; "" for none."""
         self.counts: Counter[str] = Counter()
         # Tokens of each turn that the agent got, by its index.
         self._delivered: dict[int, int] = {}
@@ -325,7 +324,7 @@ class Session:
         return self._limit_error("context_length_exceeded", f"{problem} ({settings})")
 
     def _limit_error(self, code: str, problem: str) -> ProtocolError:
-        self._hit_limit = True
+        self.limit = code
         return invalid(f"This request is above a limit of the episode: {problem}.", code=code)
 
     # What follows runs on the server's threads.
@@ -405,7 +404,7 @@ class Session:
             self.id,
             latest.policy_version,
             first.segments,
-            FinishReason.LENGTH if self._hit_limit else FinishReason.DONE,
+            FinishReason.LENGTH if self.limit else FinishReason.DONE,
             latest.weights_digest,
             generator,
             spans if len(spans) > 1 else (),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from quartet.buffer.turn_records import TurnRecords
 from quartet.contract.agent import AgentResult, AgentRun, new_session_key
 from quartet.contract.generation import GenerationBatch, GenerationRequest
 from quartet.contract.random_streams import environment_seed
@@ -22,7 +23,7 @@ from quartet.contract.trajectory import FinishReason, Outcome, Segment, SegmentR
 from quartet.errors import Cancelled, QuartetError
 from quartet.services.generator.episodes import Generate, GenerateTurns
 from quartet.services.generator.sessions.protocol import ProtocolError
-from quartet.services.generator.sessions.session import Records, Session, SessionLimits, ended
+from quartet.services.generator.sessions.session import Session, SessionLimits, ended
 from quartet.services.generator.sessions.texts import PolicyTexts
 from quartet.services.generator.stragglers import Stragglers
 
@@ -58,7 +59,7 @@ class AgentAccess:
     server: SessionServer
     agents: Agents
     texts: PolicyTexts
-    records: Callable[[GenerationBatch], Records]
+    records: Callable[[GenerationBatch], TurnRecords]
     base_url: str
     max_open: int
     max_branches: int
@@ -269,6 +270,8 @@ class Sessions:
         outcome, detail = result.outcome, result.detail
         if outcome is Outcome.OK and trajectory is None:
             outcome, detail = Outcome.ENVIRONMENT_ERROR, "agent: ended without an answer of the policy"
+        if outcome is Outcome.ENVIRONMENT_ERROR and session.limit:
+            detail += f"; it had got the error {session.limit} of a limit, at which it should end with its result"
         if outcome is not Outcome.OK:
             if result.lost or episode.attempt < self._access.max_attempts(outcome):
                 episode.attempt += not result.lost

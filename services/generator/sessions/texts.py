@@ -15,6 +15,7 @@ from quartet.data.chat_template import ChatTemplate, TemplateInputs
 from quartet.engines.stop_strings import StopStrings, token_decoder
 from quartet.services.generator.sessions.branching import Ending, Turn
 from quartet.services.generator.sessions.protocol import (
+    ROLES,
     Call,
     ChatCall,
     invalid,
@@ -84,8 +85,10 @@ class PolicyTexts:
             return self._template.render(call.messages, "generation prompt", call.inputs.over(self._inputs)) + forced
         except Exception as error:  # A template may raise anything.
             reason = " ".join(str(error).split())[:200]
+            roles = ", ".join(sorted({str(message["role"])[:20] for message in call.messages} - {*ROLES}))
+            hint = f"; it may not know the role {roles}, expected {', '.join(ROLES)}" if roles else ""
             raise invalid(
-                f"messages: the chat template refuses them ({type(error).__name__}: {reason})", "messages"
+                f"messages: the chat template refuses them ({type(error).__name__}: {reason}){hint}", "messages"
             ) from None
 
     def end_of(self, call: Call, ids: IntArray) -> int | None:
@@ -161,10 +164,16 @@ class PolicyTexts:
             return None
         if not text.startswith(prompt) or not text.endswith(self._closing):
             return None
-        written, wanted = _squeezed(text[len(prompt) :]), _squeezed(self._before_stop(call, generated))
+        forced = self._forced(call)
+        written = _squeezed(text[len(prompt) - len(forced) :])
+        wanted = _squeezed(forced + self._before_stop(call, generated))
         if choice.tool_calls:
-            name = _squeezed(choice.tool_calls[0]["function"]["name"])
-            wanted = wanted[: max(0, wanted.find(name))]
+            # What is before the name of the first call: reasoning and content at least.
+            before = len(_squeezed((choice.reasoning or "") + (choice.content or "")))
+            end = wanted.find(_squeezed(choice.tool_calls[0]["function"]["name"]), before)
+            if end < 0:
+                return None  # It is written otherwise, such as with escapes, so there is nothing to compare.
+            wanted = wanted[:end]
         return text if written.startswith(wanted) else None
 
     def _before_stop(self, call: Call, text: str) -> str:

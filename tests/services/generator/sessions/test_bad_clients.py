@@ -104,6 +104,24 @@ def test_without_a_key_nothing_is_read(server: SessionServer, header: str | None
     assert httpx.get(f"http://{server.address}/v1/models", headers=headers).status_code == 401
 
 
+def test_beyond_the_limit_of_connections_a_client_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MAX_CONNECTIONS", 1)
+    server = SessionServer("127.0.0.1:0")
+    try:
+        with connect(server) as first, connect(server) as second:
+            for connection, status in ((second, 503), (first, 401)):
+                connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+                code, body = answer_of(connection)
+                assert code == status
+            assert body["error"]["code"] == "invalid_api_key"
+            assert is_closed(second)
+        with connect(server) as first, connect(server) as second:
+            second.sendall(head("x", 0))
+            assert answer_of(second)[1]["error"]["code"] == "overloaded"
+    finally:
+        server.close()
+
+
 @pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/docs", "/openapi.json"])
 def test_other_paths_do_not_exist(server: SessionServer, path: str) -> None:
     response = httpx.get(f"http://{server.address}{path}")

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from quartet.contract.agent import AgentResult, AgentRun
-from quartet.contract.trajectory import FinishReason
+from quartet.contract.trajectory import FinishReason, Outcome
 from tests.services.generator.sessions.harness import Rig, Script
 from tests.services.generator.sessions.test_openai_client import client_of, user
 
@@ -26,7 +26,7 @@ def test_errors_are_those_of_the_api(rig: Rig, run: str) -> None:
         assert client.models.retrieve(start.model).id == start.model
         with pytest.raises(openai.BadRequestError, match="top_logprobs"):
             client.chat.completions.create(model=start.model, messages=messages, logprobs=True, top_logprobs=2)
-        with pytest.raises(openai.BadRequestError, match="no such role"):
+        with pytest.raises(openai.BadRequestError, match=r"no such role.*may not know the role bad, expected system"):
             client.chat.completions.create(model=start.model, messages=[{"role": "bad", "content": "x"}])
         with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions"):
             client.embeddings.create(model=start.model, input="x")
@@ -77,6 +77,19 @@ def test_a_limit_is_an_error_that_names_it_and_the_reason_of_the_end(
     assert trajectory.finish_reason is FinishReason.LENGTH
     assert trajectory.turn_rewards[-1] == 0.5
     assert sum(len(turn.token_ids) for turn in trajectory.turns) <= 9
+
+
+def test_an_agent_that_fails_at_a_limit_is_a_failure_that_names_it(rig: Rig, run: str) -> None:
+    def agent(start: AgentRun) -> AgentResult:
+        client = client_of(start)
+        client.chat.completions.create(model=start.model, messages=[user("one")], max_tokens=2)
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(model=start.model, messages=[user("two")], max_tokens=2)
+        return AgentResult.failed(Outcome.ENVIRONMENT_ERROR, "agent: ended with status 1")
+
+    [trajectory] = rig.checked(rig.batch(run, max_turns=1), agent)
+    assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.FAILED, Outcome.ENVIRONMENT_ERROR)
+    assert trajectory.detail.startswith("agent: ended with status 1; it had got the error max_turns of a limit")
 
 
 def test_a_key_ends_with_its_episode(rig: Rig, run: str) -> None:

@@ -265,6 +265,26 @@ def test_tool_calls_in_both_forms_and_the_way_back(scripted: Scripted, run: str)
         assert rig.text(observation.token_ids) == "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize("name", ["add", r"\u0061dd"])
+def test_text_before_a_call_that_the_template_leaves_out_begins_a_branch(
+    scripted: Scripted, run: str, name: str
+) -> None:
+    written = f'<think>\n</think>\n\n<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+    rig = scripted(lambda prompt: "Done." if "<|im_start|>tool" in prompt else written)
+
+    def agent(start: AgentRun) -> AgentResult:
+        client, messages = client_of(start), [user("1?")]
+        answer = client.chat.completions.create(model=start.model, messages=messages, tools=[ADD])
+        [call] = answer.choices[0].message.tool_calls or []
+        assert call.function.name == "add"
+        messages += [answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "1"}]
+        client.chat.completions.create(model=start.model, messages=messages, tools=[ADD])
+        return AgentResult(1.0)
+
+    [trajectory] = rig.checked(rig.batch(run, limit=1000), agent)
+    assert len(trajectory.branches) == 2
+
+
 def test_tools_that_are_not_given_or_not_chosen_are_text(scripted: Scripted, run: str) -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
     rig = scripted(lambda prompt: call)
