@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+from openai import DefaultAsyncHttpxClient
 from pydantic_ai import Agent, ModelRetry, UnexpectedModelBehavior
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -11,9 +13,16 @@ from pydantic_ai.providers.openai import OpenAIProvider
 from examples.agents import shop
 
 
+@cache
+def http_client() -> DefaultAsyncHttpxClient:
+    """Return the HTTP client of all runs in this process. A new one for each would take longer than its requests."""
+    return DefaultAsyncHttpxClient()
+
+
 async def agent(fields: dict[str, Any], base_url: str, api_key: str, model: str) -> float:
     """Answer the question of a row, and return the reward."""
-    policy = OpenAIChatModel(model, provider=OpenAIProvider(base_url=base_url, api_key=api_key))
+    provider = OpenAIProvider(base_url=base_url, api_key=api_key, http_client=http_client())
+    policy = OpenAIChatModel(model, provider=provider)
     shopper = Agent(policy, retries=0)
 
     @shopper.tool_plain

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import structlog
 
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.buffer.turn_records import TurnRecords
 from quartet.contract.generation import GenerationBatch, GenerationRequest
 from quartet.contract.leader_fence import LeaderFence
 from quartet.contract.status import Role, ServiceStatus
@@ -35,7 +36,6 @@ from quartet.errors import (
 )
 from quartet.services.generator.attestation import Attestation
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
-from quartet.services.generator.sessions.session import Records
 from quartet.services.generator.sessions.sessions import AgentAccess, generate_sessions
 from quartet.system.failpoints import failpoint
 from quartet.weight_transfer.receiver import PulledWeights
@@ -289,13 +289,13 @@ class Generator:
                 "this call are discarded; if it happens again, check the memory of this machine, and report the engine's version"
             )
 
-    def _records_of(self, batch: GenerationBatch) -> Records | None:
+    def _records_of(self, batch: GenerationBatch) -> TurnRecords | None:
         """Return the turn records of a call, None for a call without turns."""
         if batch.episode is None or self._environment is None or self._environment.records is None:
             return None
         return self._environment.records(batch)
 
-    def _revoke(self, records: Records, batch: GenerationBatch) -> None:
+    def _revoke(self, records: TurnRecords, batch: GenerationBatch) -> None:
         """Remove the records of a call whose weights are not attested: they have changed, or the engine has failed."""
         try:
             records.revoke()
@@ -314,7 +314,7 @@ class Generator:
         batch: GenerationBatch,
         cancelled: Callable[[], bool],
         writer: TrajectoryWriter,
-        records: Records | None,
+        records: TurnRecords | None,
     ) -> None:
         engine, access = self._engine, self._environment
         if access is not None and records is not None:

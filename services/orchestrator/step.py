@@ -16,7 +16,7 @@ from quartet.contract.control import Alert
 from quartet.contract.status import Role
 from quartet.contract.update import UpdateResult
 from quartet.data.prompt_order import PromptSequence, StepPrompts
-from quartet.errors import TooManyFailedTrajectories
+from quartet.errors import ServiceFailed, TooManyFailedTrajectories
 from quartet.run_directory.identity import Identity
 from quartet.services.orchestrator.algorithm import update_request
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
@@ -140,8 +140,9 @@ class StepTransaction:
         version, rounds = self.policy_version(step), self._first_round(step, leadership)
         try:
             return self._preparation.prepare(step, rounds, leadership.epoch, version, leadership.algorithm_state)
-        except TooManyFailedTrajectories as error:
-            self._write_failed_trajectories(step, error.failed_trajectories)
+        except (TooManyFailedTrajectories, ServiceFailed) as error:
+            if error.failed_trajectories:
+                self._write_failed_trajectories(step, error.failed_trajectories)
             raise
 
     def _update(

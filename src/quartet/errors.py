@@ -86,6 +86,9 @@ class QuotaExceeded(ServiceBusy):
 class ServiceFailed(QuartetError):
     """A service responded with an error, or its process died."""
 
+    failed_trajectories: Sequence[Any] = ()
+    """Trajectories that failed, if the error stands for the failures of a whole step."""
+
 
 class EngineFailed(ServiceFailed):
     """A generation engine has died or hangs. Only a restart of its process helps."""

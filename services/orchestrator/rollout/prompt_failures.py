@@ -125,12 +125,14 @@ class PromptFailures:
             f"step {first.trajectory.id.step}: {len(unscored)} of its prompts have no response with a score (failed responses: "
             f"{outcomes}); {allowed} may be skipped, by recovery.max_skipped_prompt_fraction "
             f"{self._recovery.max_skipped_prompt_fraction:g} and recovery.max_failed_trajectories "
-            f"{self._recovery.max_failed_trajectories}; repair the reward source or remove these prompts, or raise a limit\n"
+            f"{self._recovery.max_failed_trajectories}; repair what failed or remove these prompts, or raise a limit\n"
             f"lines of the prompts, from 0, see failed_trajectories.jsonl: {lines}"
         )
 
     def _error(self, text: str) -> Exception:
         """Return the error of the step. If each trajectory failed with an error of its service, none is at fault."""
         if all(item.fault is ServiceFailed for item in self._failed.values()):
-            return ServiceFailed(text)
+            error = ServiceFailed(text)
+            error.failed_trajectories = list(self._failed.values())
+            return error
         return TooManyFailedTrajectories(text, list(self._failed.values()))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator
@@ -74,6 +75,14 @@ class AgentConfig(Section):
         if self.command is not None:
             return f"agent {Path(self.command[0]).name}"
         return f"agent {self.function}" if self.url is None else f"agent at {urlsplit(self.url).netloc}"
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _is_list(cls, command: Any) -> Any:
+        if isinstance(command, str):
+            words = json.dumps(command.split())
+            raise ValueError(f"expected a list of the program and its arguments, such as {words}; there is no shell")
+        return command
 
     @field_validator("command")
     @classmethod

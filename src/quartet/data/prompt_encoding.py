@@ -449,7 +449,7 @@ def _notes(encoded: EncodedPrompts, settings: PromptSettings, too_long: int) -> 
                 f"{ended:,} {of_all} are {name} that end with an end-of-sequence token; they are used as they are, "
                 "and the policy continues after the end"
             )
-    if has_template and (texts := count(_TEXT)):
+    if has_template and not settings.for_agents and (texts := count(_TEXT)):
         yield (
             f"the tokenizer of {model} has a chat template; {texts:,} {of_all} are plain text and used "
             "as they are (messages would go through it)"

@@ -63,8 +63,9 @@ class PromptSettings:
 
     ``path`` is the file, or the name of the data set if ``dataset`` is set. ``model`` has the tokenizer. ``limit``: maximum
     number of prompts; later lines are not read. ``opens_response``: messages end with the opening of a response; False leaves it
-    to an environment, and ``has_turn_template`` says that it has a template of its own. ``key`` is the setting that names the
-    prompts. ``inputs`` are what the chat template gets besides the messages, unless a row has others.
+    to an environment, and ``has_turn_template`` says that it has a template of its own. ``for_agents``: agents get the prompts, and
+    the policy does not. ``key`` is the setting that names the prompts. ``inputs`` are what the chat template gets besides the
+    messages, unless a row has others.
     """
 
     path: Path
@@ -80,6 +81,7 @@ class PromptSettings:
     key: str = "data.prompts"
     inputs: TemplateInputs = NO_INPUTS
     has_turn_template: bool = False
+    for_agents: bool = False
 
     def __str__(self) -> str:
         return str(self.path if self.dataset is None else self.dataset)
@@ -133,6 +135,7 @@ class PromptSettings:
             not (config.has_environment and config.environment.observations == "chat"),
             inputs=TemplateInputs.of_config(config),
             has_turn_template=config.has_environment and config.environment.chat_template is not None,
+            for_agents=config.has_agents,
         )
 
     @classmethod

@@ -281,7 +281,7 @@ class EnvironmentHost:
         """Convert an answer and remember it as the session's last."""
         reply = self._reply(own, answer, encode)
         if reply.outcome is not Outcome.OK:
-            log.warning("environment failed", session=session, outcome=reply.outcome, detail=reply.detail)
+            log.warning("environment failed", session=session, outcome=reply.outcome.value, detail=reply.detail)
         own.reply, own.used, own.ended = reply, self._clock(), reply.done
         return reply
 

@@ -110,8 +110,9 @@ def check_function(key: str, call: FunctionCall, columns: Sequence[str] | None =
         called = call.positional and problem.endswith((" argument", " arguments"))
         names = f": {', '.join(call.positional)}" if called else ""
         raise ConfigError(f"{key} {function}: {problem}{names}")
-    named = f" and {', '.join(call.keywords)} by name" if call.keywords else ""
-    accepted = f"{counted_arguments(len(call.positional))}{named}"
+    named = f"{', '.join(call.keywords)} by name" if call.keywords else ""
+    given = counted_arguments(len(call.positional)) if call.positional or not named else ""
+    accepted = " and ".join(filter(None, (given, named)))
     if call.takes_columns:
         own = [name for name in columns or () if name not in call.keywords]
         accepted = f"{', '.join(call.keywords)} and the columns {', '.join(own) if own else 'of the prompts'} by name"

@@ -174,7 +174,7 @@ class AgentClient:
     def _final(self, session: str, result: AgentResult) -> AgentResult:
         self._forget(session)
         if result.outcome is not Outcome.OK:
-            log.warning("agent failed", session=session, outcome=result.outcome, detail=result.detail)
+            log.warning("agent failed", session=session, outcome=result.outcome.value, detail=result.detail)
         return result
 
     def _forget(self, session: str) -> None:

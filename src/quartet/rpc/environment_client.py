@@ -186,7 +186,7 @@ class EnvironmentClient:
 
     def _checked(self, session: str, reply: EnvironmentReply) -> EnvironmentReply:
         if reply.outcome is not Outcome.OK:
-            log.warning("episode failed", session=session, outcome=reply.outcome, detail=reply.detail)
+            log.warning("episode failed", session=session, outcome=reply.outcome.value, detail=reply.detail)
         return reply
 
     def _send_reset(self, reset: EnvironmentReset) -> EnvironmentReply:

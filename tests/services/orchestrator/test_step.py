@@ -14,7 +14,14 @@ from quartet.config.loading import parse_config
 from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.contract.update import UpdateResult
-from quartet.errors import BufferFailed, FailedPrecondition, QuartetError, ServiceUnavailable, TooManyFailedTrajectories
+from quartet.errors import (
+    BufferFailed,
+    FailedPrecondition,
+    QuartetError,
+    ServiceFailed,
+    ServiceUnavailable,
+    TooManyFailedTrajectories,
+)
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.checkpointing.recovery import RecoveryAttempts
 from quartet.services.orchestrator.control.progress import ProgressBoard
@@ -213,11 +220,13 @@ def test_a_step_whose_preparation_fails_is_prepared_again(error: QuartetError, t
     assert parts.calls == WHOLE
 
 
-def test_the_trajectories_that_end_a_run_are_recorded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [TooManyFailedTrajectories, ServiceFailed])
+def test_the_trajectories_that_end_a_run_are_recorded(kind: Any, tmp_path: Path) -> None:
     parts = Parts()
-    failed: Any = ["the failed ones"]
-    parts.fails_at, parts.failure = "prepare 1", TooManyFailedTrajectories("too many", failed)
-    with pytest.raises(TooManyFailedTrajectories):
+    failed, error = ["the failed ones"], kind("too many")
+    error.failed_trajectories = failed
+    parts.fails_at, parts.failure = "prepare 1", error
+    with pytest.raises(kind):
         Transaction(parts, tmp_path).take(1)
     assert parts.calls[-1] == f"failed 1: {failed}"
 

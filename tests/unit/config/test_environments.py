@@ -145,6 +145,10 @@ def test_the_address_that_agents_get(settings: Any, address: str, encrypted: boo
             {"rollout": TURNS, "environment": {**AGENT, "observations": "chat"}},
             r"observations chat: not used with kind agent",
         ),
+        (
+            {"rollout": TURNS, "environment": agent(command="node agent.js")},
+            r'agent\.command: expected a list of the program and its arguments, such as \["node", "agent\.js"\]; there is',
+        ),
         ({"rollout": TURNS, "environment": agent(command=[])}, r"environment\.agent\.command"),
         ({"rollout": TURNS, "environment": agent(command=[" "])}, r"agent\.command: expected the program first"),
         (

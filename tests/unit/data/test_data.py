@@ -253,6 +253,8 @@ def test_plain_text_with_a_chat_template_is_used_unchanged_and_noted() -> None:
         "(messages would go through it)"
     ]
     assert encoded(lines).notes == []
+    # The policy does not get the prompts of agents.
+    assert encoded(lines, encoder=CHAT, for_agents=True).notes == []
 
 
 def test_messages_without_a_chat_template_are_refused_with_advice() -> None:

@@ -80,6 +80,8 @@ def test_too_many_failed_episodes_are_an_error_of_the_service(episodes: int, str
             recovery=recovery_config(max_failed_trajectories=2),
         )
     assert not isinstance(raised.value, TooManyFailedTrajectories)
+    # They are written, as those of any other step that fails.
+    assert len(raised.value.failed_trajectories) == 3
 
 
 def test_the_action_of_a_failed_episodes_outcome_may_stop_the_run(stream: RolloutStream, run: str) -> None:
