@@ -63,8 +63,8 @@ class PromptSettings:
 
     ``path`` is the file, or the name of the data set if ``dataset`` is set. ``model`` has the tokenizer. ``limit``: maximum
     number of prompts; later lines are not read. ``opens_response``: messages end with the opening of a response; False leaves it
-    to an environment, and ``has_turn_template`` says that it has a template of its own. ``for_agents``: agents get the prompts, and
-    the policy does not. ``key`` is the setting that names the prompts. ``inputs`` are what the chat template gets besides the
+    to an environment, and ``has_turn_template`` says that it has a template of its own. ``for_agents``: agents get the prompts,
+    and the policy does not. ``key`` is the setting that names the prompts. ``inputs`` are what the chat template gets besides the
     messages, unless a row has others.
     """
 
