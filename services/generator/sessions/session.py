@@ -287,7 +287,8 @@ class Session:
         left = self._limits.max_turns - self._turns
         if count > left:
             raise self._limit_error(
-                "max_turns", f"{count} more answers, and {left} of rollout.max_turns {self._limits.max_turns} are left"
+                "max_turns",
+                f"it asks for {count} of {left} turns that are left (rollout.max_turns {self._limits.max_turns})",
             )
 
     def _max_tokens(self, placement: Placement, call: Call) -> int:
