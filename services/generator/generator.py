@@ -332,7 +332,7 @@ class Generator:
         turns: Counter[str] = Counter()
         try:
             if isinstance(access, AgentAccess):
-                turns.update(generate_sessions(access, batch, requests, generate, later, writer.add, cancelled))
+                generate_sessions(access, batch, requests, generate, later, writer.add, cancelled, turns)
                 return
             generate_episodes(
                 access,

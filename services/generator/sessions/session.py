@@ -122,11 +122,14 @@ class Session:
         threads: Executor,
         generate: Generate,
         on_failure: Callable[[BaseException], None],
+        counts: Counter[str],
     ) -> None:
-        """``generate`` generates a turn. ``on_failure`` receives an error that is no fault of the agent."""
+        """``generate`` generates a turn. ``on_failure`` receives an error that is no fault of the agent. ``counts``: see
+        ``generate_sessions``.
+        """
         self.id, self.model, self._limits, self._sampling, self._greedy = id, model, limits, sampling, greedy
         self._texts, self._records, self._threads = texts, records, threads
-        self._generate, self._on_failure = generate, on_failure
+        self._generate, self._on_failure, self._counts = generate, on_failure, counts
         self._branches = Branches(texts.encode)
         self._lock = asyncio.Lock()
         # In the order of the requests.
@@ -138,7 +141,6 @@ class Session:
         self._is_over = False
         self.limit = ""
         """Code of the last error by a limit of the episode; "" for none."""
-        self.counts: Counter[str] = Counter()
         # Tokens of each turn that the agent got, by its index.
         self._delivered: dict[int, int] = {}
 
@@ -264,14 +266,14 @@ class Session:
         waiting = self._recorded.get(request)
         if waiting:
             record = waiting.popleft()
-            self.counts["recorded"] += 1
+            self._counts["recorded"] += 1
         else:
             index, self._next_index = self._next_index, self._next_index + 1
             generated = await self._generate(
                 GenerationRequest(self.id, placement.prompt_ids, index, max_tokens, self._greedy)
             )
             record = await self._on_thread(self._record, call, index, request, generated)
-            self.counts["generated"] += 1
+            self._counts["generated"] += 1
         self._turns += 1
         turn = Turn(record, len(placement.prompt_ids))
         return turn, await self._on_thread(self._add, call, prompt, placement, turn)

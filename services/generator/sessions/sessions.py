@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -120,10 +120,12 @@ class Sessions:
         batch: GenerationBatch,
         requests: Sequence[GenerationRequest],
         on_finished: Callable[[Trajectory], None],
+        turns: Counter[str],
     ) -> None:
         """``requests``: the trajectories, in the order in which to start their agents.
 
-        ``on_finished`` receives each finished or failed trajectory. Call ``close`` at the end.
+        ``on_finished`` receives each finished or failed trajectory. ``turns`` counts the turns, "generated" and "recorded". Call
+        ``close`` at the end.
         """
         assert batch.episode is not None
         self._access, self._batch, self._on_finished = access, batch, on_finished
@@ -138,7 +140,7 @@ class Sessions:
         self._open = 0
         self._episodes: dict[TrajectoryId, _Episode] = {}
         self._is_closed = False
-        self.turns = {"generated": 0, "recorded": 0}
+        self._turns = turns
         for _ in range(min(access.max_open, len(requests))):
             self._start_next()
 
@@ -218,6 +220,7 @@ class Sessions:
             access.server.threads,
             lambda request: self._generate(episode, request),
             self._items.put,
+            self._turns,
         )
         self._episodes[id] = episode
         await session.load()
@@ -263,8 +266,6 @@ class Sessions:
         if isinstance(result, QuartetError):
             raise result
         trajectory = await session.result(result.reward, self._batch.generator)
-        for kind, count in session.counts.items():
-            self.turns[kind] += count
         if self._is_closed:
             return
         outcome, detail = result.outcome, result.detail
@@ -336,24 +337,25 @@ def generate_sessions(
     generate_turns: GenerateTurns | None,
     on_finished: Callable[[Trajectory], None],
     cancelled: Callable[[], bool],
-) -> Mapping[str, int]:
-    """Generate the episodes of ``batch`` for agents. Return the numbers of turns, "generated" and "recorded".
+    turns: Counter[str],
+) -> None:
+    """Generate the episodes of ``batch`` for agents.
 
     Each finished or failed trajectory is given to ``on_finished``. Without ``generate_turns``, the engine generates the requests
-    that have arrived, then those that have arrived meanwhile. Raises the error of the engine or of the records, and Cancelled.
+    that have arrived, then those that have arrived meanwhile. ``turns`` counts the turns, "generated" and "recorded". Raises the
+    error of the engine or of the records, and Cancelled.
     """
     ordered = sorted(requests, key=lambda request: request.id)
-    sessions = Sessions(access, batch, ordered, on_finished)
+    sessions = Sessions(access, batch, ordered, on_finished, turns)
     try:
         if generate_turns is not None:
             for turn in generate_turns(access.longest_requests(batch, ordered), sessions):
                 sessions.add(turn)
-            return sessions.turns
+            return
         while sessions.open:
             if cancelled():
                 raise Cancelled("generation was cancelled by its caller")
             for turn in generate(sorted(sessions.take(wait=True), key=lambda request: request.id)):
                 sessions.add(turn)
-        return sessions.turns
     finally:
         sessions.close()

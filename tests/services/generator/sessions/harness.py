@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,12 +68,11 @@ def make_tokenizer() -> Any:
 
 
 class Agents:
-    """Agents that are functions, each run on a thread. ``results`` are those of all runs."""
+    """Agents that are functions, 64 at once. ``runs`` are those that were started, ``errors`` those that agents have raised."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._free = threading.Semaphore(64)
-        self._threads: list[threading.Thread] = []
+        self._threads = ThreadPoolExecutor(64, "agents")
         self.runs: list[AgentRun] = []
         self.errors: list[BaseException] = []
         self.cancelled = 0
@@ -80,15 +81,13 @@ class Agents:
         self.runs.append(run)
 
         def work() -> None:
-            with self._free:
-                try:
-                    on_end(self._agent(run))
-                except BaseException as error:
-                    self.errors.append(error)
-                    on_end(AgentResult.failed(Outcome.ENVIRONMENT_ERROR, type(error).__name__))
+            try:
+                on_end(self._agent(run))
+            except BaseException as error:
+                self.errors.append(error)
+                on_end(AgentResult.failed(Outcome.ENVIRONMENT_ERROR, type(error).__name__))
 
-        self._threads.append(threading.Thread(target=work, daemon=True))
-        self._threads[-1].start()
+        self._threads.submit(work)
 
         def cancel() -> None:
             self.cancelled += 1
@@ -96,8 +95,7 @@ class Agents:
         return cancel
 
     def close(self) -> None:
-        for thread in self._threads:
-            thread.join(30)
+        self._threads.shutdown()
 
 
 class ScriptedEngine:
@@ -144,7 +142,7 @@ class Rig:
     max_open: int = 64
     max_attempts: Callable[[Outcome], int] = lambda outcome: 1
     agents: Agents | None = None
-    turns: Mapping[str, int] = field(default_factory=dict)
+    turns: Counter[str] = field(default_factory=Counter)
 
     @property
     def base_url(self) -> str:
@@ -182,7 +180,8 @@ class Rig:
     ) -> list[Trajectory]:
         """Generate the episodes of ``batch`` and return them, ordered by id. Raises the first error of an agent."""
         finished: list[Trajectory] = []
-        agents = self.agents = Agents(agent)
+        agents, self.turns = Agents(agent), Counter()
+        self.agents = agents
 
         def generate_turns(prompts: Sequence[GenerationRequest], turns: TurnSource) -> Iterator[Trajectory]:
             responses = self.engine.generate_turns(prompts, batch.sampling, batch.seed, cancelled, turns)
@@ -191,7 +190,7 @@ class Rig:
                 yield replace(turn, weights_digest=batch.weights_digest, generator=batch.generator)
 
         try:
-            self.turns = generate_sessions(
+            generate_sessions(
                 self.access(agents),
                 batch,
                 batch.requests,
@@ -199,6 +198,7 @@ class Rig:
                 generate_turns,
                 finished.append,
                 cancelled,
+                self.turns,
             )
         finally:
             agents.close()

@@ -56,6 +56,7 @@ def test_an_agent_that_waits_is_ended_once_the_step_does_not_need_its_episode(
     watch.join()
     assert (long.outcome, long.finish_reason, long.turn_rewards) == (Outcome.LEFT_OUT, FinishReason.FAILED, ())
     assert [item.outcome for item in others] == [Outcome.OK] * KEPT
+    assert rig.turns == {"generated": 3 + KEPT}
 
 
 def test_an_agent_that_asks_again_learns_that_its_episode_has_ended(
