@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -49,6 +49,8 @@ BODY_SECONDS, DISCARD_SECONDS = 60.0, 5.0
 """Time limit for receiving a body, and for receiving a refused one."""
 MAX_CONNECTIONS, RESERVED_FILES = 4096, 256
 """Open connections, and the open files that a process needs besides. Beyond them, a request gets a 503."""
+HELD_EVENTS = 3
+"""Events at the end of a stream that are held back: the last reason to finish, the usage and the end."""
 KEEP_ALIVE_SECONDS = 30
 """Time for which an idle connection stays open after a response."""
 MAX_INCOMPLETE_HEADER_BYTES = 32 * 1024
@@ -221,11 +223,16 @@ class SessionServer:
 
 
 class _Delivery(Response):
-    """A complete answer on its way to a client. It counts as delivered unless the connection ends before its last part."""
+    """A complete answer on its way to a client. It counts as delivered unless the connection ends before its last part.
+
+    Its end is held back until that is noted: an agent that has its whole answer may end at once, or close the connection.
+    """
 
     def __init__(self, session: Session, answer: Answer, body: bytes, events: Iterator[bytes]) -> None:
         """``body`` is empty for a stream, which has ``events``."""
-        self._session, self._answer, self._events = session, answer, events
+        self._session, self._answer = session, answer
+        parts: Iterable[bytes] = (body[:-1], body[-1:]) if body else events
+        self._parts, self._held = parts, 1 if body else HELD_EVENTS
         super().__init__(body, media_type="application/json" if body else "text/event-stream")
         if not body:
             del self.headers["content-length"]
@@ -235,12 +242,15 @@ class _Delivery(Response):
         request = Request(scope, receive)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            held = deque[bytes]()
+            for part in self._parts:
+                held.append(part)
+                if len(held) > self._held:
+                    await send({"type": "http.response.body", "body": held.popleft(), "more_body": True})
             # An empty part, to wait until the client has read most of what is before it.
-            for part in (*((self.body,) if self.body else self._events), b""):
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-            # Before the end, because an agent that has its answer may end at once.
+            await send({"type": "http.response.body", "body": b"", "more_body": True})
             self._session.set_delivered(self._answer, not await request.is_disconnected())
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send({"type": "http.response.body", "body": b"".join(held), "more_body": False})
         finally:
             self._session.release(self._answer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any
 import httpx2 as httpx
 import openai
 import pytest
+from starlette.requests import Request
 
 from quartet.codec.trajectories import trajectory_to_bytes
 from quartet.contract.agent import AgentResult, AgentRun
@@ -205,6 +207,30 @@ def test_an_answer_that_the_agent_never_got_is_no_part_of_the_episode(scripted: 
     [result] = rig.checked(rig.batch(run), agent)
     assert len(result.turns) == 1
     assert result.turn_rewards == (0.5,)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agent_may_end_as_soon_as_it_has_its_answer(
+    scripted: Scripted, run: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the server is slow."""
+    rig, is_disconnected = scripted(lambda prompt: "fine"), Request.is_disconnected
+
+    async def slowly(request: Request) -> bool:
+        await asyncio.sleep(0.3)
+        return await is_disconnected(request)
+
+    monkeypatch.setattr(Request, "is_disconnected", slowly)
+
+    def agent(start: AgentRun) -> AgentResult:
+        with openai.OpenAI(base_url=start.base_url, api_key=start.api_key, max_retries=0) as client:
+            answer = client.chat.completions.create(model=start.model, messages=[user("one")], stream=stream)
+            if stream:
+                assert next(chunk for chunk in answer if chunk.choices[0].finish_reason)
+        return AgentResult(1.0)
+
+    [result] = rig.checked(rig.batch(run), agent)
+    assert len(result.turns) == 1
 
 
 def test_a_request_whose_client_left_while_it_waited_is_not_generated(scripted: Scripted, run: str) -> None:
