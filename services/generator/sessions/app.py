@@ -17,6 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 BODY_SECONDS, DISCARD_SECONDS = 60.0, 5.0
 """Time limit for receiving a body, and for receiving a refused one."""
 MAX_CONNECTIONS, RESERVED_FILES = 4096, 256
-"""Open connections, and the open files that a process needs besides. Beyond them, a request gets a 503."""
+"""Open connections, and the open files that a process needs besides. Beyond them, see ``connections``."""
+MAX_NEW_CONNECTIONS = RESERVED_FILES // 2
+"""Connections that are accepted at once, before the limit is applied to them. With them, reserved files are left."""
 HELD_EVENTS = 3
 """Events at the end of a stream that are held back: the last reason to finish, the usage and the end."""
 KEEP_ALIVE_SECONDS = 30
@@ -402,7 +405,7 @@ def _server_config(app: Starlette, certificate: tuple[Path, Path] | None) -> uvi
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return uvicorn.Config(
         app,
-        http=SessionProtocol,
+        http=partial(SessionProtocol, OrderedDict()),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,
@@ -410,6 +413,7 @@ def _server_config(app: Starlette, certificate: tuple[Path, Path] | None) -> uvi
         server_header=False,
         proxy_headers=False,
         limit_concurrency=max(1, min(MAX_CONNECTIONS, files - RESERVED_FILES)),
+        backlog=MAX_NEW_CONNECTIONS,
         h11_max_incomplete_event_size=MAX_INCOMPLETE_HEADER_BYTES,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=1,

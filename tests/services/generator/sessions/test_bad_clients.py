@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import resource
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,36 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def memory_mib() -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1]) / 1024
-    raise AssertionError
+class Resources:
+    """Memory of this process, which has the server, its clients and its engine."""
+
+    FIXED_MIB, EACH_KIB = 100, 40
+
+    def __init__(self) -> None:
+        gc.collect()
+        self._before = self._mib()
+
+    def check(self, count: int) -> None:
+        """Check that ``count`` sessions or connections take little memory."""
+        used, most = self._mib() - self._before, self.FIXED_MIB + count * self.EACH_KIB / 1024
+        print(f"{count}: {used:.1f} MiB")
+        assert used < most, f"{used:.0f} MiB for {count}, expected less than {most:.0f}"
+
+    def _mib(self) -> float:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+        return int(line.split()[1]) / 1024
+
+
+@pytest.fixture
+def client() -> Iterator[httpx.Client]:
+    """A client that agents share: a new one takes longer than a request."""
+    with httpx.Client(limits=httpx.Limits(max_connections=64)) as result:
+        yield result
+
+
+@pytest.fixture
+def resources() -> Resources:
+    return Resources()
 
 
 @pytest.fixture
@@ -85,14 +111,18 @@ def agent_run(scripted: Scripted, run: str) -> Iterator[AgentRun]:
     thread.join()
 
 
-def works(start: AgentRun) -> bool:
-    response = httpx.post(
+def ask(start: AgentRun, messages: list[Any], client: Any = httpx, timeout: float = 20) -> httpx.Response:
+    response: httpx.Response = client.post(
         f"{start.base_url}/chat/completions",
-        json={"model": start.model, "messages": [{"role": "user", "content": "hello"}]},
+        json={"model": start.model, "messages": messages},
         headers={"authorization": f"Bearer {start.api_key}"},
-        timeout=20,
+        timeout=timeout,
     )
-    return response.status_code == 200
+    return response
+
+
+def works(start: AgentRun, client: Any = httpx) -> bool:
+    return ask(start, [{"role": "user", "content": "hello"}], client).status_code == 200
 
 
 @pytest.mark.parametrize("header", [None, "", "Basic abc", "Bearer", "Bearer wrong", "Bearer \u00e4"])
@@ -102,24 +132,6 @@ def test_without_a_key_nothing_is_read(server: SessionServer, header: str | None
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["type"]) == (401, "invalid_api_key", "invalid_request_error")
     assert httpx.get(f"http://{server.address}/v1/models", headers=headers).status_code == 401
-
-
-def test_beyond_the_limit_of_connections_a_client_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MAX_CONNECTIONS", 1)
-    server = SessionServer("127.0.0.1:0")
-    try:
-        with connect(server) as first, connect(server) as second:
-            for connection, status in ((second, 503), (first, 401)):
-                connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
-                code, body = answer_of(connection)
-                assert code == status
-            assert body["error"]["code"] == "invalid_api_key"
-            assert is_closed(second)
-        with connect(server) as first, connect(server) as second:
-            second.sendall(head("x", 0))
-            assert answer_of(second)[1]["error"]["code"] == "overloaded"
-    finally:
-        server.close()
 
 
 @pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/docs", "/openapi.json"])
@@ -254,29 +266,112 @@ def test_requests_of_a_session_at_once_are_limited(
     rig.checked(rig.batch(run), agent)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_many_sessions_take_little_memory(scripted: Scripted, run: str, count: int) -> None:
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_many_sessions_that_are_open_at_once_take_little_memory(
+    scripted: Scripted, run: str, count: int, client: httpx.Client, resources: Resources
+) -> None:
     rig = scripted(lambda prompt: "fine and good")
     rig.max_open = count
-    sizes: list[float] = []
+    all_open = threading.Event()
 
     def agent(start: AgentRun) -> AgentResult:
-        # 64 at once: each of the harness's agents has a thread.
-        headers = {"authorization": f"Bearer {start.api_key}"}
+        assert all_open.wait(600)
         messages = [{"role": "user", "content": "x" * 1000}]
-        with httpx.Client(headers=headers, timeout=60) as client:
-            for _ in range(3):
-                body = {"model": start.model, "messages": messages}
-                answer = client.post(f"{start.base_url}/chat/completions", json=body)
-                assert answer.status_code == 200, answer.text
-                messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
-        sizes.append(memory_mib())
+        for _ in range(3):
+            answer = ask(start, messages, client, timeout=60)
+            assert answer.status_code == 200, answer.text
+            messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
         return AgentResult(1.0)
 
-    gc.collect()
-    before, start = memory_mib(), time.monotonic()
+    def watch() -> None:
+        wait_until(lambda: len(rig.server._sessions) == count, 600)
+        all_open.set()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
     result = rig.checked(rig.batch(run, count, limit=200), agent)
+    thread.join()
     assert len(result) == count
     assert {len(item.turns) for item in result} == {3}
-    assert max(sizes) - before < 400, f"{max(sizes) - before:.0f} MiB after {time.monotonic() - start:.0f} s"
     assert not rig.server._sessions
+    resources.check(count)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_of_many_sessions_one_after_the_other_only_some_keys_are_kept(
+    scripted: Scripted,
+    run: str,
+    count: int,
+    client: httpx.Client,
+    resources: Resources,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = count // 2
+    monkeypatch.setattr(app, "MAX_ENDED_KEYS", kept)
+    rig = scripted(lambda prompt: "fine")
+    rig.max_open = 1
+
+    def agent(start: AgentRun) -> AgentResult:
+        assert works(start, client)
+        return AgentResult(1.0)
+
+    assert len(rig.checked(rig.batch(run, count), agent)) == count
+    server, agents = rig.server, rig.agents
+    assert agents is not None
+    assert (len(server._sessions), len(server._ended), len(server._waiting), len(server._tasks)) == (0, kept, 0, 0)
+    for start, expected in ((agents.runs[0], "Wrong API key"), (agents.runs[-1], "has ended")):
+        answer = httpx.get(f"{start.base_url}/models", headers={"authorization": f"Bearer {start.api_key}"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (401, "invalid_api_key")
+        assert expected in error["message"]
+    resources.check(count)
+
+
+@pytest.fixture(params=[32, pytest.param(app.MAX_CONNECTIONS, marks=pytest.mark.slow)])
+def limit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Limit of connections of a server that is started after this fixture."""
+    result: int = request.param
+    # Both ends of the connections are files of this process.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    monkeypatch.setattr(app, "MAX_CONNECTIONS", result)
+    yield result
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_connections_without_a_request_keep_no_agent_out(
+    limit: int, agent_run: AgentRun, server: SessionServer, resources: Resources
+) -> None:
+    """10,000 in the slow test."""
+    with ExitStack() as stack:
+        opened = [stack.enter_context(connect(server)) for _ in range(min(10_000, 10 * limit))]
+        assert works(agent_run)
+        # The newest ones are open, and get an answer to a request without a key.
+        wait_until(lambda: len(server._server.server_state.connections) <= limit)
+        assert is_closed(opened[0])
+        opened[-1].sendall(head("wrong", 2) + b"{}")
+        assert answer_of(opened[-1])[0] == 401
+        resources.check(limit)
+    assert works(agent_run)
+
+
+def test_a_connection_above_the_limit_is_told_so_if_all_others_have_requests(
+    limit: int, agent_run: AgentRun, server: SessionServer, resources: Resources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_WAITING", limit + 1)
+    with ExitStack() as stack:
+        busy = [stack.enter_context(connect(server)) for _ in range(limit)]
+        for connection in busy:
+            connection.sendall(head(agent_run.api_key, 1000) + b"{")
+        wait_until(lambda: sum(server._waiting.values()) == limit)
+        for _ in range(20):
+            response = httpx.post(f"{agent_run.base_url}/chat/completions", json={"model": "m" * 10_000})
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], error["type"]) == (
+                503,
+                "overloaded",
+                "server_error",
+            )
+        resources.check(limit)
+    wait_until(lambda: not server._waiting)
+    assert works(agent_run)
