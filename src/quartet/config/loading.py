@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -20,6 +21,8 @@ from quartet.errors import ConfigError
 
 FIRST_CONFIG_LINE = "# The config of a run of Quartet, as resolved.\n"
 """First line of every run's config.yaml. A directory with such a file is a run directory."""
+MAX_FAST_INDICATORS = 3000
+"""Indicators of YAML in a text that libyaml may read. A resolved config has about a third of them."""
 
 
 def load_config(path: Path, overrides: list[str] | None = None, layers: Sequence[Path] = ()) -> Config:
@@ -89,10 +92,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
             f"config {path}: cannot be read ({_reason(error)}); expected the path of a YAML file"
         ) from None
     try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
+        node, tree = _parsed(text)
         locations = _key_locations(node, str(path))
-        tree = None if node is None else loader.construct_document(node)
     except RecursionError:
         raise ConfigError(f"config {path}: nested too deeply; expected a mapping of sections") from None
     except yaml.YAMLError as error:
@@ -105,6 +106,20 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
     if text.startswith(FIRST_CONFIG_LINE):
         _clear_defaults(tree)
     return tree, locations
+
+
+def _parsed(text: str) -> tuple[yaml.Node | None, Any]:
+    """Return the root of a YAML text and its value. Raises RecursionError, and YAMLError with the problem and its place."""
+    # libyaml takes a tenth of the time, but names other problems, and deep nesting crashes it. Each level has an indicator.
+    if hasattr(yaml, "CSafeLoader") and sum(map(text.count, "[{-?:")) < MAX_FAST_INDICATORS:
+        with suppress(yaml.YAMLError):
+            return _document(yaml.CSafeLoader(text))
+    return _document(yaml.SafeLoader(text))
+
+
+def _document(loader: Any) -> tuple[yaml.Node | None, Any]:
+    node = loader.get_single_node()
+    return node, None if node is None else loader.construct_document(node)
 
 
 def _clear_defaults(tree: dict[str, Any]) -> None:
