@@ -17,6 +17,8 @@ from tests.ports import free_ports
 from tests.waiting import LIMIT, wait_until
 
 Node = Callable[[int], Command]
+REPORTED_LOSS = r"rank 1 of 2 \(process \d+\): no (sign of life|progress)"
+"""Rank 0 notices the loss of rank 1 in the next collective, or if there is none, after the time limit."""
 
 
 class Nodes:
@@ -70,6 +72,7 @@ def lose(node: Command) -> None:
 def test_a_run_continues_after_the_loss_of_a_node_and_ends_bit_identically(
     start: Start, config: Path, nodes: Nodes, frozen: Service, group_run: Run, tmp_path: Path, lost: int
 ) -> None:
+    nodes.options += settings("recovery.hang_timeout_seconds=20")
     agents = [nodes.start(0), nodes.start(1)]
     run = tmp_path / "runs" / "tiny"
     options = [*frozen.serving("reward", "reference"), *settings("gateway.enabled=false"), *GROUPS[2:]]
@@ -77,8 +80,8 @@ def test_a_run_continues_after_the_loss_of_a_node_and_ends_bit_identically(
     command.wait_for(lambda: committed_steps(run) >= 2)
     lose(agents[lost])
     other = agents[1 - lost]
-    pattern = r"rank 1 of 2 \(process \d+\): no sign of life" if lost else r"Connection closed by peer|Connection reset"
-    other.wait_for(lambda: re.search(pattern, other.err), 20)
+    pattern = REPORTED_LOSS if lost else r"Connection closed by peer|Connection reset|no sign of life"
+    other.wait_for(lambda: re.search(pattern, other.err))
     if not lost:
         # The store of node 0 is lost, too, so torchrun ends on every node. A supervisor starts it again.
         assert other.process.wait(LIMIT), other.err
@@ -126,8 +129,7 @@ def test_generators_get_the_policy_of_ranks_on_two_machines(
     if lost:
         command.wait_for(lambda: committed_steps(tmp_path / "runs" / "tiny") >= 2)
         lose(second)
-        # Rank 0 notices it in the next collective, or if there is none, after the time limit.
-        first.wait_for(lambda: re.search(r"rank 1 of 2 \(process \d+\): no (sign of life|progress)", first.err))
+        first.wait_for(lambda: re.search(REPORTED_LOSS, first.err))
         nodes.start(1, *isolated)
     result = command.wait(LIMIT)
     assert (result.code, result.err, result.leftovers) == (0, "", []), result

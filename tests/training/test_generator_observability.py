@@ -45,7 +45,8 @@ def test_steps_report_the_weights_that_generators_took_over(run: tuple[ActiveRun
     # The generators read the memory of the actor.
     assert not any(step["weight_update_bytes"] for step in steps)
     assert all(step["weight_transfers_shared_memory"] > 0 for step in steps)
-    assert all(0 < step["weights_exposed_seconds"] < step["seconds"] for step in steps)
+    # It is 0 if the critic trains for longer than the weights are on their way.
+    assert all(0 <= step["weights_exposed_seconds"] < step["seconds"] for step in steps)
 
 
 def test_the_timeline_has_a_lane_for_each_generator(run: tuple[ActiveRun, Generators]) -> None:
