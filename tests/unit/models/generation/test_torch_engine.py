@@ -20,6 +20,7 @@ from quartet.models.generation.torch_engine import TorchEngine
 from tests.unit.models import tiny
 
 STOPS = frozenset({tiny.EOS, 7, 9})
+SAMPLES = 1500
 # Also a model with a sliding window shorter than the texts, one that derives positions from the padding mask, models that keep
 # states, and one with a cache of its own.
 DECODERS = (*tiny.KINDS, "mistral", "bloom", "qwen3_5_text", "lfm2", "mamba2", "minimax")
@@ -42,13 +43,21 @@ def plain(model: Any, request: GenerationRequest, limit: int, temperature: float
     return ids[len(request.prompt_ids) :]
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [*((kind, 0.8) for kind in DECODERS), ("llama", 0.0), ("bloom", 0.0)])
-def test_tokens_equal_those_of_a_plain_loop_per_prompt(kind: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "temperature", "slots"),
+    [*((kind, 0.8, 4) for kind in DECODERS), ("llama", 0.0, 32), ("bloom", 0.0, 1), ("bloom", 0.8, 7)],
+)
+def test_tokens_equal_those_of_a_plain_loop_per_prompt_and_log_probs_those_of_the_trainer(
+    kind: str, temperature: float, slots: int
+) -> None:
+    """With fewer slots than requests, the others wait."""
     model, requests = tiny.causal(kind), tiny.requests(12)
-    result = tiny.generated(TorchEngine(model, STOPS, 32), requests, seed=4, temperature=temperature)
+    result = tiny.generated(TorchEngine(model, STOPS, slots), requests, seed=4, temperature=temperature)
     expected = [plain(model, request, 12, temperature, seed=4) for request in requests]
     assert [trajectory.response_ids.tolist() for trajectory in result] == expected
     assert len({len(response) for response in expected}) > 1  # some stopped early, so rows were dropped
+    log_probs = response_log_probs(model, TokenBatch.of(result), temperature or 1.0, 256)
+    assert np.allclose(np.concatenate([t.log_probs for t in result]), log_probs, atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -59,14 +68,6 @@ def test_streamed_tokens_are_those_of_the_generated_response(temperature: float)
     sampling = SamplingParameters(12, temperature)
     for request, trajectory in zip(requests, expected, strict=True):
         assert list(engine.stream(request, sampling, seed=4)) == trajectory.response_ids.tolist()
-
-
-@pytest.mark.parametrize("kind", DECODERS)
-def test_log_probs_equal_those_of_the_trainer(kind: str) -> None:
-    model = tiny.causal(kind)
-    result = tiny.generated(TorchEngine(model, STOPS, 32), tiny.requests(16), temperature=0.7)
-    expected = response_log_probs(model, TokenBatch.of(result), 0.7, 256)
-    assert np.allclose(np.concatenate([t.log_probs for t in result]), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(("fraction", "static"), [(0.0, True), (0.0, False), (2.0, True), (2.0, False)])
@@ -88,9 +89,9 @@ def test_other_rows_in_the_batch_do_not_change_the_tokens(kind: str) -> None:
         assert all(t.response_ids.tolist() == together[t.id] for t in tiny.generated(engine, some))
 
 
-@pytest.mark.parametrize(("kind", "slots"), [*((kind, 4) for kind in DECODERS), ("llama", 1), ("bloom", 7)])
-def test_requests_that_wait_for_a_slot_get_the_same_tokens(kind: str, slots: int) -> None:
-    model, requests = tiny.causal(kind), tiny.requests(40)
+@pytest.mark.parametrize(("kind", "slots"), [("llama", 4), ("mistral", 4), ("llama", 1)])
+def test_requests_that_wait_for_a_slot_get_the_same_tokens_without_static_buffers(kind: str, slots: int) -> None:
+    model, requests = tiny.causal(kind), tiny.requests(24)
     expected = tiny.generated(TorchEngine(model, STOPS, 64), requests)
     result = tiny.generated(TorchEngine(model, STOPS, slots, static=False), requests[::-1])
     assert [t.response_ids.tolist() for t in result] == [t.response_ids.tolist() for t in expected]
@@ -195,11 +196,11 @@ def test_stop_tokens_can_be_ignored() -> None:
 def test_the_first_token_follows_the_models_distribution() -> None:
     model = tiny.causal("llama", initializer_range=0.1)
     prompt = np.array([5, 6, 7], np.int32)
-    requests = [GenerationRequest(TrajectoryId("r", 0, 0, sample), prompt) for sample in range(4000)]
-    result = tiny.generated(TorchEngine(model, frozenset(), 4000), requests, max_response_tokens=1)
+    requests = [GenerationRequest(TrajectoryId("r", 0, 0, sample), prompt) for sample in range(SAMPLES)]
+    result = tiny.generated(TorchEngine(model, frozenset(), SAMPLES), requests, max_response_tokens=1)
     counts = np.bincount([int(t.response_ids[0]) for t in result], minlength=tiny.VOCABULARY)
     with torch.no_grad():
-        expected = 4000 * torch.softmax(model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].double(), 0).numpy()
+        expected = SAMPLES * torch.softmax(model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].double(), 0).numpy()
     assert ((counts - expected) ** 2 / expected).sum() < 99.6  # chi-square, 60 degrees of freedom, p = 0.001
 
 
