@@ -14,9 +14,17 @@ from tests.every_case import every_case
 PAGE = Path(__file__).parents[2] / "docs/reference/architectures.md"
 
 
-# A plain model, packed experts, a router that is a linear layer, a mask of the model's own; layers with recurrent states without
-# attention, an index of keys, and convolution states between attention layers.
-@pytest.mark.parametrize("kind", ["llama", "phimoe", "doge", "mamba", "deepseek_v32", "lfm2"])
+# Packed experts with a router that is a linear layer; layers with recurrent states without attention; an index of keys. The slow ones:
+# a plain model, a mask of the model's own, and convolution states between attention layers. `make architectures` compares all.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "phimoe",
+        "mamba",
+        "deepseek_v32",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "doge", "lfm2")),
+    ],
+)
 def test_a_model_that_works_computes_the_same_as_plain_transformers(kind: str, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

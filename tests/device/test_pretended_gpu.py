@@ -37,9 +37,11 @@ def log_probs(result: list[Trajectory]) -> np.ndarray[Any, np.dtype[np.float32]]
     return np.concatenate([trajectory.log_probs for trajectory in result])
 
 
-@pytest.mark.parametrize(("kind", "static"), [("gpt2", True), ("qwen2", True), ("llama", False)])
+@pytest.mark.parametrize(
+    ("kind", "static"), [("gpt2", True), ("llama", False), pytest.param("qwen2", True, marks=pytest.mark.slow)]
+)
 def test_decoding_draws_the_tokens_of_the_cpu(gpu: PretendedGpu, kind: str, static: bool) -> None:
-    model, requests = tiny.causal(kind), tiny.requests(20)
+    model, requests = tiny.causal(kind), tiny.requests(12)
     expected = tiny.generated(TorchEngine(model, STOPS, 7, static=static), requests, temperature=0.8)
     engine = TorchEngine(on_gpu(model), STOPS, 7, static=static)
     for _ in range(2):

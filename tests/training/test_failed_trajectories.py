@@ -124,7 +124,7 @@ def ids(run: Run, step: int) -> list[tuple[int, int]]:
     return [(int(prompt), int(sample)) for _, _, prompt, sample in result]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["ppo", "rloo", pytest.param("one step off-policy", marks=pytest.mark.slow)])
 def test_a_failed_trajectory_is_replaced_counted_and_reported(kind: str, runs: Runs) -> None:
     run = runs.expected("raises", kind)
     samples = KINDS[kind].get("rollout", {}).get("samples_per_prompt", 1)
@@ -162,7 +162,8 @@ def test_a_failed_trajectory_is_replaced_counted_and_reported(kind: str, runs: R
 
 
 @pytest.mark.parametrize(
-    ("function", "error", "steps"), [("not_a_number", "nan", STEPS), ("crashes", "ended with status 3", 2)]
+    ("function", "error", "steps"),
+    [("not_a_number", "nan", STEPS), pytest.param("crashes", "ended with status 3", 2, marks=pytest.mark.slow)],
 )
 def test_every_kind_of_scoring_failure_is_handled_in_the_same_way(
     function: str, error: str, steps: int, runs: Runs
@@ -320,7 +321,10 @@ class TransientFailure:
 
 @pytest.mark.parametrize(
     ("seconds", "error"),
-    [(0.3, ServiceFailed("HTTP 503")), (0.3, ComputationFailed("overloaded"))],
+    [
+        (0.3, ServiceFailed("HTTP 503")),
+        pytest.param(0.3, ComputationFailed("overloaded"), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_a_scoring_service_with_a_transient_failure_fails_no_trajectory(

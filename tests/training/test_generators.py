@@ -68,7 +68,7 @@ def test_a_run_recovers_when_all_generators_are_lost(make: MakeConfig, built_in:
 # One step off-policy, see test_off_policy.py.
 
 
-@pytest.mark.parametrize("behind", [1, 4])
+@pytest.mark.parametrize("behind", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_run_k_steps_off_policy_has_the_same_bits_with_generators_that_are_lost(
     behind: int, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

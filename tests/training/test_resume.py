@@ -119,7 +119,7 @@ def run_with_crashes(
             [*((point, 4) for point in ("generate", "sealed", "updated", "committed", "checkpoint")), ("sealed", 5)],
         ),
         ("lora", [("updated", 4), ("committed", 5)]),
-        ("bfloat16", [("updated", 4), ("committed", 5)]),
+        pytest.param("bfloat16", [("updated", 4), ("committed", 5)], marks=pytest.mark.slow),
     ],
     ids=KINDS,
 )

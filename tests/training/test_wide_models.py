@@ -59,8 +59,14 @@ def built_in(make: MakeConfig, wide: dict[str, Any]) -> Run:
     return run_to_completion(make(**wide))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("rank", [None, 2, 8])
+@pytest.mark.parametrize(
+    ("rank", "threads"),
+    [
+        (None, 1),
+        (8, 2),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in ((None, 2), (2, 1), (2, 2), (8, 1))),
+    ],
+)
 def test_the_engine_is_batch_invariant(policy: Path, rank: int | None, threads: int) -> None:
     model = load_causal_lm(policy)
     if rank is not None:
@@ -87,6 +93,7 @@ def test_generators_that_merge_an_adapter_give_the_same_bits(make: MakeConfig, w
     assert_same(run_with_generators(make(**changes), 2), run_to_completion(make(**changes)))
 
 
+@pytest.mark.slow
 def test_turns_of_any_duration_with_an_adapter_give_the_same_bits_with_generators(
     make: MakeConfig, wide: dict[str, Any]
 ) -> None:

@@ -168,7 +168,7 @@ def test_a_branch_that_shares_no_token_has_no_parent(engine: TorchEngine) -> Non
         trajectory_from_bytes(trajectory_to_bytes(trajectory))
 
 
-@pytest.mark.parametrize(("slots", "rounds"), [(3, False), (1, False), (64, True)])
+@pytest.mark.parametrize(("slots", "rounds"), [(3, False), (64, True), pytest.param(1, False, marks=pytest.mark.slow)])
 def test_branches_do_not_depend_on_the_engines_batches(engine: TorchEngine, slots: int, rounds: bool) -> None:
     batch = batch_of(max_response_tokens=60)
     expected = episodes(engine, ForgetfulEnvironment(turns=5), batch)
@@ -230,7 +230,12 @@ def jitter(session: str, turn: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "max_open", "rounds"), [(64, 100, False), (3, 5, False), (1, 2, False), (64, 100, True), (3, 4, True)]
+    ("slots", "max_open", "rounds"),
+    [
+        (3, 5, False),
+        (3, 4, True),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in ((64, 100, False), (1, 2, False), (64, 100, True))),
+    ],
 )
 def test_timing_and_batches_change_no_bit(engine: TorchEngine, slots: int, max_open: int, rounds: bool) -> None:
     expected = encoded(episodes(engine, EchoEnvironment(), batch_of()))
@@ -251,7 +256,7 @@ def test_another_seed_gives_other_observations(engine: TorchEngine) -> None:
         result = episodes(engine, EchoEnvironment(first_observation=True), batch)
         return [item.segments[1].token_ids.tolist() for item in result]
 
-    assert first_observations(5) == first_observations(5) != first_observations(6)
+    assert first_observations(5) != first_observations(6)
 
 
 def test_the_observation_of_a_reset_is_before_the_first_turn(engine: TorchEngine) -> None:
@@ -304,8 +309,9 @@ def test_without_a_limit_of_turn_tokens_a_turn_may_take_all_tokens(engine: Torch
     assert [item.response_ids.tolist() for item in result] == [item.response_ids.tolist() for item in single]
 
 
-@pytest.mark.parametrize("outcome", [Outcome.ENVIRONMENT_ERROR, Outcome.TIMEOUT])
-@pytest.mark.parametrize("failing_turn", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("failing_turn", "outcome"), [(0, Outcome.ENVIRONMENT_ERROR), (1, Outcome.TIMEOUT), (2, Outcome.ENVIRONMENT_ERROR)]
+)
 def test_a_failed_environment_is_an_outcome_and_no_reward(
     engine: TorchEngine, outcome: Outcome, failing_turn: int
 ) -> None:
@@ -326,8 +332,7 @@ def test_a_failed_environment_is_an_outcome_and_no_reward(
         assert encoded([trajectory_from_bytes(trajectory_to_bytes(item))]) == encoded([item])
 
 
-@pytest.mark.parametrize("rounds", [False, True])
-@pytest.mark.parametrize("failing_turn", [0, 1, 2])
+@pytest.mark.parametrize(("failing_turn", "rounds"), [(0, True), (1, False), (2, True), (2, False)])
 def test_an_episode_that_fails_once_is_played_again_to_the_same_bits(
     engine: TorchEngine, failing_turn: int, rounds: bool
 ) -> None:
@@ -472,7 +477,10 @@ def test_all_turns_of_a_greedy_request_are_greedy(rounds: bool, engine: TorchEng
         assert len(item.turns) == 3
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "lfm2", "deepseek_v32"])
+# Recurrent states, convolution states and an index of keys; the others of the page of architectures are like one of these.
+@pytest.mark.parametrize(
+    "kind", ["qwen3_5_text", "lfm2", "deepseek_v32", pytest.param("falcon_h1", marks=pytest.mark.slow)]
+)
 def test_log_probs_of_turns_of_models_with_states_equal_those_of_whole_sequences(kind: str) -> None:
     model = tiny.causal(kind, max_position_embeddings=512)
     generator = np.random.default_rng(0)

@@ -94,7 +94,7 @@ def test_an_update_changes_the_language_model_only_and_the_export_is_complete(ki
     assert (exported - torch.from_numpy(response_log_probs(model, BATCH, 1.0, 1000))).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
 def test_generation_of_text_is_that_of_plain_transformers(kind: str, tmp_path: Path) -> None:
     source = saved(kind, tmp_path / "source")
     engine = TorchEngine(load_causal_lm(str(source)), frozenset([tiny.EOS]), 3)

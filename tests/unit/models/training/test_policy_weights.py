@@ -31,8 +31,20 @@ OBSERVED = ("entropy", "rollout_mismatch_kl")
 """Metrics of the old policy. With the engine's old log-probs they are those of the first pass over each mini-batch."""
 
 
-@pytest.mark.parametrize("outcome", [False, True], ids=["token", "outcome"])
-@pytest.mark.parametrize("name", CORRECTIONS)
+# Advantages per response change a correction in one place, whatever its kind.
+WITH_OUTCOMES = ("all", "off_policy_mask")
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome"),
+    [
+        *(pytest.param(name, False, id=f"{name}-token") for name in CORRECTIONS),
+        *(
+            pytest.param(name, True, id=f"{name}-outcome", marks=() if name in WITH_OUTCOMES else pytest.mark.slow)
+            for name in CORRECTIONS
+        ),
+    ],
+)
 def test_a_corrected_update_agrees_with_a_float64_reference_implementation(name: str, outcome: bool) -> None:
     model, loss = tiny.causal("llama"), with_options(**CORRECTIONS[name])
     data, optimization = experience(model), settings(num_mini_batches=3)
@@ -51,7 +63,7 @@ def test_a_corrected_update_agrees_with_a_float64_reference_implementation(name:
         assert 0 < result.get(metric, 0.5) < 1
 
 
-@pytest.mark.parametrize("num_mini_batches", [1, 3])
+@pytest.mark.parametrize("num_mini_batches", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", ["all", "of_engine_with_masks", "normalize"])
 def test_the_micro_batch_size_does_not_change_a_corrected_update(name: str, num_mini_batches: int) -> None:
     models, results = [], []
