@@ -14,8 +14,8 @@ from tests.every_case import every_case
 PAGE = Path(__file__).parents[2] / "docs/reference/architectures.md"
 
 
-# Packed experts with a router that is a linear layer; layers with recurrent states without attention; an index of keys. The slow ones:
-# a plain model, a mask of the model's own, and convolution states between attention layers. `make architectures` compares all.
+# Packed experts with a router that is a linear layer; layers with recurrent states without attention; an index of keys. Slow: a
+# plain model, a mask of the model's own, and convolution states between attention layers. `make architectures` compares all.
 @pytest.mark.parametrize(
     "kind",
     [

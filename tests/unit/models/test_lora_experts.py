@@ -30,7 +30,7 @@ from tests.unit.models import tiny
 from tests.unit.models.adapters import ALPHA, IDS, RANK, adapted, files, learn, optimizer_of, same, snapshot, weight_set
 from tests.unit.models.saving import save_adapter, save_optimizer, save_policy
 
-# Experts beside shared ones, and experts with biases and the other order of dimensions. Mixtral's and Qwen3's are like the former's.
+# Experts beside shared ones, and experts with biases and the other order of dimensions. The other kinds have the former's.
 DISTINCT = ("qwen2_moe", "gpt_oss")
 EVERY_KIND = pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in DISTINCT else pytest.mark.slow) for kind in tiny.MIXTURES]
