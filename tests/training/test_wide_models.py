@@ -105,6 +105,9 @@ def test_turns_of_any_duration_with_an_adapter_give_the_same_bits_with_generator
         assert_same(run_with_generators(make(**changes), 2), expected)
 
 
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "AVX2", reason="all tests of this file compute with AVX2 here"
+)
 @pytest.mark.parametrize("part", [PART, pytest.param("not avx2", marks=pytest.mark.slow)])
 def test_this_holds_with_avx2(part: str, policy: Path) -> None:
     # Not itself again: the name of this test contains that of its part. A fork has computed nothing that is of another processor.
