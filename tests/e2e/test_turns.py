@@ -42,6 +42,7 @@ def test_a_run_has_turns_observations_and_rewards_of_the_environment(with_turns:
     assert "event='ready'" in (with_turns.directory / "logs/environment.log").read_text()
 
 
+@pytest.mark.slow  # test_agents.py has the same with agents, and test_generators.py without certificates.
 def test_generators_with_certificates_train_the_same_policy(
     with_turns: Run, call: Call, config: Path, tmp_path: Path
 ) -> None:
