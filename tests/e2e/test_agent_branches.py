@@ -16,6 +16,8 @@ from tests.e2e.commands import QUARTET, Command, settings
 from tests.e2e.conftest import Run, step_metrics, train, weights
 
 AGENT = Path(__file__).with_name("agent_command.py")
+STEPS, EPISODES, TURNS = 2, 4, 3
+"""Each episode is a process that imports the client, which takes a second or two."""
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -27,10 +29,10 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     template = tmp_path_factory.mktemp("agent") / "template.jinja"
     template.write_text(TEMPLATE)
     return settings(
-        "run.steps=3",
+        f"run.steps={STEPS}",
         "rollout.max_turns=4",
         "rollout.max_response_tokens=40",
-        "rollout.prompts_per_step=4",
+        f"rollout.prompts_per_step={EPISODES // 2}",
         "data.max_prompt_tokens=60",
         "environment.kind=agent",
         f"environment.agent.command=[{sys.executable},{AGENT}]",
@@ -56,14 +58,14 @@ def rows(run: Run, step: int) -> list[dict[str, Any]]:
 
 
 def test_a_run_trains_the_branches_of_its_agents(finished: Run) -> None:
-    for step in (1, 2, 3):
+    for step in range(1, STEPS + 1):
         for row in rows(finished, step):
             *_, last = further = row["further_branches"]
             # A special token in an answer, which random models write, begins a branch more.
             assert last["prompt"].endswith("answers\nassistant: ")
             segments = [*row["segments"], *(segment for branch in further for segment in branch["segments"])]
             policy = [segment for segment in segments if segment["role"] == "policy"]
-            assert len(policy) == 3
+            assert len(policy) == TURNS
             assert row["score"] == pytest.approx(sum(segment["reward"] for segment in policy))
     assert all(3 >= metrics["branches_mean"] >= 2 for metrics in finished.metrics)
     # The agent's rewards reach the policy.
@@ -104,4 +106,4 @@ def test_a_process_that_is_killed_in_the_middle_of_episodes_changes_no_bit(
     generated, recorded = (sum(map(int, numbers)) for numbers in zip(*turns, strict=True))
     assert recorded > 0
     # Those of the call that was killed are in no line.
-    assert generated <= 3 * 8 * 3
+    assert generated <= STEPS * EPISODES * TURNS

@@ -19,7 +19,7 @@ def agent_settings(folder: Path) -> list[str]:
     """Return the settings of an agent that asks twice. Its template is written to ``folder``."""
     (folder / "template.jinja").write_text(TEMPLATE)
     return settings(
-        "run.steps=3",
+        "run.steps=2",
         "rollout.max_turns=3",
         "rollout.max_turn_tokens=6",
         "rollout.max_response_tokens=24",

@@ -68,6 +68,8 @@ async def as_told(fields: dict[str, Any], **others: Any) -> Any:
         time.sleep(fields["block"])
     if "wait" in fields:
         await asyncio.sleep(fields["wait"])
+    while "until" in fields and not os.path.exists(fields["until"]):
+        await asyncio.sleep(0.05)
     if "meet" in fields:
         await asyncio.to_thread(_meeting.wait, 60)
     if "print" in fields:

@@ -123,15 +123,18 @@ def test_an_agent_ends_with_the_deadline_of_its_call(stack: ExitStack) -> None:
 
 
 def test_two_hundred_agents_at_once_and_a_status_meanwhile(
-    stack: ExitStack, connect: Callable[..., AgentClient]
+    stack: ExitStack, connect: Callable[..., AgentClient], tmp_path: Path
 ) -> None:
     server, _ = serve(stack, function=f"{FUNCTIONS}:as_told", max_concurrent=200)
+    proceed = tmp_path / "proceed"
     client, ends = connect(server.address), queue.SimpleQueue()
     for number in range(200):
-        client.start(run(session=f"r/1/{number}/0/1", wait=1.5, **{"return": number}), lambda end: ends.put(end))
+        fields = {"until": str(proceed), "return": number}
+        client.start(run(session=f"r/1/{number}/0/1", **fields), lambda end: ends.put(end))
     status = EnvironmentStatusClient(server.address, TIMEOUTS)
     stack.callback(status.close)
     wait_until(lambda: status.wait_until_ready().open_sessions == 200)
+    proceed.touch()
     results = [ends.get(timeout=LIMIT) for _ in range(200)]
     assert sorted(result.reward for result in results) == list(range(200))
 

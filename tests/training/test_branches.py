@@ -181,7 +181,8 @@ def test_a_run_of_branches_that_loses_the_actor_is_bit_identical(
         assert_same(run_with_lost_services(make(**CHATS), losses, monkeypatch), finished[0])
 
 
-@pytest.mark.parametrize("credit", ["every", "last"])
+# tests/services/orchestrator/algorithm/test_branches.py has both rules.
+@pytest.mark.parametrize("credit", [pytest.param("every", marks=pytest.mark.slow), "last"])
 def test_group_estimators_and_evaluations_take_episodes_of_branches(
     make: MakeConfig, toy_task: ToyTask, folder: Path, credit: str
 ) -> None:

@@ -104,7 +104,6 @@ def first_update(source: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch) 
     return result
 
 
-# A resumed run restores adapters in the same way.
 @pytest.mark.parametrize("kind", ["ppo", pytest.param("lora", marks=pytest.mark.slow)])
 def test_a_fork_with_the_same_settings_is_bit_identical(
     kind: str, forked: MakeFork, source: Callable[[str], Run]

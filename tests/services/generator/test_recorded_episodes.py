@@ -113,9 +113,10 @@ def recorded(
     result.store.forget_all()
 
 
+# test_an_interruption_at_every_turn_generates_each_turn_once has all turns.
 @pytest.mark.parametrize("environment", [EchoEnvironment, ForgetfulEnvironment])
 @pytest.mark.parametrize("rounds", [False, True])
-@pytest.mark.parametrize("stop_after", [1, 4, 9, 23])
+@pytest.mark.parametrize("stop_after", [4, 23, *(pytest.param(other, marks=pytest.mark.slow) for other in (1, 9))])
 def test_a_call_continues_where_the_one_before_ended_and_generates_no_turn_twice(
     recorded: Recorded, environment: type[EchoEnvironment], rounds: bool, stop_after: int
 ) -> None:
