@@ -25,7 +25,7 @@ from tests.fuzz.monitoring import Monitor, ResourceUsage, resource_usage
 from tests.fuzz.mutations import mutated
 from tests.fuzz.seeds import SEEDS, ServiceState
 
-REQUESTS = 250
+REQUESTS = 400
 
 
 def test_every_method_has_a_valid_request() -> None:
