@@ -9,6 +9,7 @@ from dataclasses import replace
 from quartet.buffer.connection import ConnectionMonitor, connect_at_start
 from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.buffer.traffic import TrafficStore
 from quartet.buffer.turn_records import TurnRecordStore
 from quartet.config.root import Config
 from quartet.contract.status import Role, ServiceStatus
@@ -22,7 +23,7 @@ from quartet.rpc.security.credentials import Credentials
 from quartet.services.generator.episodes import EnvironmentAccess
 from quartet.services.generator.generator import Generator
 from quartet.services.generator.servicer import GeneratorServicer
-from quartet.services.generator.sessions.factory import agent_access
+from quartet.services.generator.sessions.factory import agent_access, traffic_sessions
 from quartet.weight_transfer.cuda_ipc import cuda_runtime
 from quartet.weight_transfer.messages import WeightPeer
 from quartet.weight_transfer.process_group import group_settings
@@ -47,7 +48,11 @@ def build_generator(
     def records(run: str) -> TurnRecordStore:
         return TurnRecordStore(client, url, run, monitor.mark_lost)
 
-    environment = environment_access(config, credentials, records) or agent_access(config, credentials, model, records)
+    environment = (
+        environment_access(config, credentials, records)
+        or agent_access(config, credentials, model, records)
+        or traffic_sessions(config, credentials, model, TrafficStore(client, url, config.run.name, monitor.mark_lost))
+    )
     generator = Generator(
         lambda: engine, model, status, lambda run: RolloutStream(client, url, run, monitor.mark_lost), environment
     )
@@ -74,7 +79,7 @@ def environment_access(
     ``records`` returns the turn records of a run by its name.
     """
     address = config.services.environment.address
-    if not config.has_environment or config.has_agents or address is None:
+    if not config.has_environment_service or config.has_agents or address is None:
         return None
     client = EnvironmentClient(
         address, config.environment.timeout_seconds, config.timeouts, config.recovery, credentials

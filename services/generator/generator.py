@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -31,12 +31,14 @@ from quartet.errors import (
     MismatchError,
     NoResponse,
     QuartetError,
+    ServiceFailed,
     ServiceUnavailable,
     WeightsChanged,
 )
 from quartet.services.generator.attestation import Attestation
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
 from quartet.services.generator.sessions.sessions import AgentAccess, generate_sessions
+from quartet.services.generator.sessions.traffic import TrafficSessions
 from quartet.system.failpoints import failpoint
 from quartet.weight_transfer.receiver import PulledWeights
 from quartet.weight_transfer.tensors import WeightSet, combined_digest
@@ -47,6 +49,8 @@ FLUSH = 8
 """Finished trajectories per write to the rollout stream. More would delay scoring."""
 _NOT_OF_THE_ENGINE = (Cancelled, InvalidRequest, FailedPrecondition, BufferFailed, ServiceUnavailable, NoResponse)
 """Errors that end a call although its engine works."""
+POLL_SECONDS, EXPIRY_SECONDS = 0.2, 10.0
+"""Seconds between two looks for sessions with a reward, and for sessions whose time is over."""
 
 
 Pull = Callable[[], PulledWeights]
@@ -81,15 +85,15 @@ class Generator:
         model: ServedModel,
         status: ServiceStatus,
         stream: Callable[[str], RolloutStream],
-        environment: EnvironmentAccess | AgentAccess | None = None,
+        environment: EnvironmentAccess | AgentAccess | TrafficSessions | None = None,
         held: HeldWeights | None = None,
         fence: LeaderFence | None = None,
     ) -> None:
         """``engine`` returns the engine: a restore of an actor replaces the one that shares its weights.
 
         ``status`` has the fields that never change. ``stream`` returns the rollout stream of a run by its name. ``environment``
-        answers the turns of episodes, or runs the agents that ask for them. ``held``: the versions of this process, if requests
-        take theirs from it. ``fence``: that of the process.
+        answers the turns of episodes, runs the agents that ask for them, or has the sessions of users. ``held``: the versions of
+        this process, if requests take theirs from it. ``fence``: that of the process.
         """
         self._current_engine, self._model, self._status, self._stream = engine, model, status, stream
         self._environment, self._held_here = environment, held
@@ -104,6 +108,8 @@ class Generator:
         # Digest of the last load. Empty after a failure: what the engine holds is then unknown.
         self._loaded = b""
         self._is_copied = False
+        # Error of ``serve`` that only an update of the weights repairs.
+        self._serving_failure: QuartetError | None = None
         self._attestation = Attestation()
         self._tokens: Counter[str] = Counter()
         self._turns: Counter[str] = Counter()
@@ -221,8 +227,97 @@ class Generator:
         trajectories of the call must then be discarded, also those that are written. After a failure of the engine, the next
         update loads every tensor: its server may have been restarted, for example.
         """
+        if self.takes_sessions(batch):
+            return self._take_sessions(batch, cancelled, on_start, on_progress)
         with self._generating:
             return self._generate(batch, cancelled, on_start, on_progress)
+
+    @property
+    def traffic(self) -> TrafficSessions | None:
+        """The sessions of users, None in a run without them."""
+        return self._environment if isinstance(self._environment, TrafficSessions) else None
+
+    def takes_sessions(self, batch: GenerationBatch) -> bool:
+        """Return whether the trajectories of a call are sessions of users, so that it needs no engine."""
+        return self.traffic is not None and batch.episode is not None
+
+    def serve(self, stops: Callable[[], bool], cancelled: Callable[[], bool]) -> None:
+        """Generate the turns that users wait for, until none has come for a while, or until ``stops``.
+
+        Raises FailedPrecondition without weights, WeightsChanged, and the error of the engine.
+        """
+        traffic, engine = self.traffic, self._engine
+        assert traffic is not None
+        assert isinstance(engine, TurnEngine)
+        with self._generating:
+            with self._loading:
+                held = self._held
+                if held is None:
+                    raise FailedPrecondition("this generator holds no weights yet")
+                self._verified = {held.weights_digest: held.policy_version}
+            batch = GenerationBatch(
+                traffic.model,
+                0,
+                self._fence.epoch,
+                (),
+                traffic.sampling,
+                traffic.seed,
+                held.policy_version,
+                held.weights_digest,
+            )
+            start = time.perf_counter()
+            traffic.turns.begin(stops)
+            try:
+                for response in engine.generate_turns(
+                    traffic.longest_requests(), batch.sampling, batch.seed, cancelled, traffic.turns
+                ):
+                    traffic.turns.finish(self._trajectory(response, batch))
+                self._attest(batch, time.perf_counter() - start)
+                traffic.take_served()
+            except Cancelled:
+                raise
+            except Exception as error:
+                # As for episodes: no one can attest the weights of these turns any more.
+                traffic.spoil(traffic.take_served())
+                with self._loading:
+                    self._held, self._loaded = None, b""
+                self._serving_failure = error if isinstance(error, QuartetError) else ServiceFailed(str(error))
+                raise
+
+    def _take_sessions(
+        self,
+        batch: GenerationBatch,
+        cancelled: Callable[[], bool],
+        on_start: Callable[[], None],
+        on_progress: Progress,
+    ) -> tuple[int, int]:
+        """Write the trajectories of sessions with a reward to the rollout stream, as rewards arrive."""
+        traffic = self.traffic
+        assert traffic is not None
+        with self._loading:
+            self._fence.check(batch.leader_epoch)
+            if self._held is None:
+                raise FailedPrecondition("this generator holds no weights; update them first")
+        self._serving_failure = None
+        on_start()
+        writer = TrajectoryWriter(self._stream(batch.run), batch, on_progress)
+        waiting = deque(sorted(request.id for request in batch.requests))
+        expiry = time.monotonic()
+        while waiting:
+            if cancelled():
+                raise Cancelled("generation was cancelled by its caller")
+            if self._serving_failure is not None:
+                raise self._serving_failure
+            if time.monotonic() >= expiry:
+                traffic.expire()
+                expiry = time.monotonic() + EXPIRY_SECONDS
+            trajectory = traffic.take(waiting[0])
+            if trajectory is None:
+                time.sleep(POLL_SECONDS)
+                continue
+            writer.add(replace(trajectory, generator=batch.generator))
+            waiting.popleft()
+        return writer.finish()
 
     def _generate(
         self,
@@ -317,6 +412,7 @@ class Generator:
         records: TurnRecords | None,
     ) -> None:
         engine, access = self._engine, self._environment
+        assert not isinstance(access, TrafficSessions)
         if access is not None and records is not None:
             access = replace(access, records=lambda _: records)
 
@@ -397,7 +493,7 @@ class Generator:
 
     def close(self) -> None:
         """Release the engine, and end all agents."""
-        if isinstance(self._environment, AgentAccess):
+        if isinstance(self._environment, AgentAccess | TrafficSessions):
             self._environment.close()
         self._engine.close()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from quartet.buffer.connection import Redis, connect_at_start
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.buffer.traffic import TrafficStore
 from quartet.buffer.turn_records import TurnRecordStore
 from quartet.config.root import Config
 from quartet.rpc.security.credentials import LOCAL, Credentials
@@ -25,7 +26,7 @@ from quartet.telemetry.traces import Traces
 class RunContext:
     """One run: its config and files, its connections to buffer and services, its commands, and what observes it.
 
-    ``turns``: the turn records of a run with turns.
+    ``turns``: the turn records of a run with turns, or the sessions of users.
     """
 
     config: Config
@@ -34,7 +35,7 @@ class RunContext:
     redis: Redis
     stream: RolloutStream
     experience: ExperienceStore
-    turns: TurnRecordStore | None
+    turns: TurnRecordStore | TrafficStore | None
     clients: ServiceClients
     generation: Generation
     control: RunControl
@@ -66,7 +67,11 @@ class RunContext:
             redis=redis,
             stream=RolloutStream(redis, url, run),
             experience=ExperienceStore(redis, url, run),
-            turns=TurnRecordStore(redis, url, run) if config.has_environment else None,
+            turns=TrafficStore(redis, url, run)
+            if config.has_traffic
+            else TurnRecordStore(redis, url, run)
+            if config.has_environment
+            else None,
             clients=clients,
             # Before the generators are watched on threads: it may refuse the config.
             telemetry=RunTelemetry(config, files, board, profiler),

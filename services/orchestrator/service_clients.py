@@ -65,7 +65,7 @@ class ServiceClients:
         self.reference_version: ReferenceVersion | None = None
         """Version of the reference that scores, None if the reference is frozen."""
         self._environment: EnvironmentStatusClient | None = None
-        if config.has_environment:
+        if config.has_environment_service:
             self._environment = EnvironmentStatusClient(self._address(Role.ENVIRONMENT), timeouts, credentials)
         if Role.CRITIC in self._roles:
             self.critic = CriticClient(self._address(Role.CRITIC), timeouts, credentials)

@@ -43,8 +43,16 @@ class StepPreparation:
         self._run, self._config, self._board = run, run.config, run.board
         self._started: dict[int, tuple[GenerationBatch, PendingTrajectories]] = {}
         self._collector = Collector(
-            run.stream, run.clients.scoring(), run.config.rollout.score_batch_size, run.profiler.observe, run.turns
+            run.stream,
+            run.clients.scoring(),
+            run.config.rollout.score_batch_size,
+            run.profiler.observe,
+            run.turns,
+            *((run.config.rollout.max_off_policy_steps, self._has_command) if run.config.has_traffic else ()),
         )
+
+    def _has_command(self) -> bool:
+        return not self._run.control.idle
 
     def start_generation(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, policy_version: int) -> None:
         """Start the generation of ``step`` before ``prepare``, while earlier steps end. Has no effect if it has started."""

@@ -36,6 +36,7 @@ from quartet.services.orchestrator.handshake import (
     model_files_of,
 )
 from quartet.services.orchestrator.leadership import Leadership, acquire_lease
+from quartet.services.orchestrator.rollout.collector import CommandWaits
 from quartet.services.orchestrator.rollout.evaluation import Evaluator
 from quartet.services.orchestrator.rollout.prompts import training_prompts, validation_prompts
 from quartet.services.orchestrator.service_clients import ServiceStatuses
@@ -337,7 +338,13 @@ class TrainingLoop:
             step += 1
             with self._run.profiler.step(step):
                 self._run.live_settings.start_step(step)
-                alerts = self._steps.take(step, self._leadership, self._continues_directly)
+                try:
+                    alerts = self._steps.take(step, self._leadership, self._continues_directly)
+                except CommandWaits:
+                    step -= 1
+                    self._preparation.discard()
+                    self._process_commands(step)
+                    continue
             self._alerts.apply(alerts)
             self._synchronize_reference(step)
             self._evaluate_if_due(step)

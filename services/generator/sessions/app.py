@@ -14,12 +14,12 @@ import socket
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import uvicorn
@@ -32,9 +32,19 @@ from starlette.types import Receive, Scope, Send
 
 from quartet.errors import ConfigError
 from quartet.services.generator.sessions.connections import SessionProtocol
-from quartet.services.generator.sessions.protocol import Call, ProtocolError, parse_chat, parse_completion
+from quartet.services.generator.sessions.protocol import (
+    CHAT_PATH,
+    COMPLETION_PATH,
+    Call,
+    ProtocolError,
+    parse_chat,
+    parse_completion,
+)
 from quartet.services.generator.sessions.responses import Choice, Header, body_of, events_of, model_of, models_of
 from quartet.services.generator.sessions.session import Answer, Session, ended
+
+if TYPE_CHECKING:
+    from quartet.services.generator.sessions.traffic import TrafficSessions, User
 
 log = structlog.get_logger()
 
@@ -81,7 +91,8 @@ class SessionServer:
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         self._budget = _ByteBudget(MAX_BODIES_BYTES)
         self._tasks = set[asyncio.Task[None]]()
-        self._waiting: dict[Session, int] = {}
+        self._waiting: dict[Hashable, int] = {}
+        self._users: TrafficSessions | None = None
         self._created = int(time.time())
         self.threads = ThreadPoolExecutor(THREADS, "sessions")
         self.loop = asyncio.new_event_loop()
@@ -103,6 +114,10 @@ class SessionServer:
             self._ended[digest] = None
             if len(self._ended) > MAX_ENDED_KEYS:
                 self._ended.popitem(last=False)
+
+    def admit_users(self, users: TrafficSessions) -> None:
+        """Admit requests with the keys of users, and none with those of agents."""
+        self._users = users
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine to its end. Call it on the event loop."""
@@ -127,10 +142,12 @@ class SessionServer:
         post, get = ["POST"], ["GET"]
         return Starlette(
             routes=[
-                Route("/v1/chat/completions", self._chat, methods=post),
-                Route("/v1/completions", self._completion, methods=post),
+                Route(CHAT_PATH, self._chat, methods=post),
+                Route(COMPLETION_PATH, self._completion, methods=post),
                 Route("/v1/models", self._models, methods=get),
                 Route("/v1/models/{model:path}", self._model, methods=get),
+                Route("/v1/sessions/{session}", self._user_session, methods=[*get, "DELETE"]),
+                Route("/v1/sessions/{session}/reward", self._reward, methods=post),
             ],
             exception_handlers={ProtocolError: _on_error, HTTPException: _on_http_error, Exception: _on_unexpected},
         )
@@ -142,21 +159,21 @@ class SessionServer:
         return await self._complete(request, parse_completion)
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse(models_of(self._session(request).model, self._created))
+        return JSONResponse(models_of(self._model_name(request), self._created))
 
     async def _model(self, request: Request) -> Response:
-        model = self._session(request).model
+        model = self._model_name(request)
         _check_model(request.path_params["model"], model)
         return JSONResponse(model_of(model, self._created))
 
     async def _complete(self, request: Request, parse: Callable[[bytes], tuple[str, Call]]) -> Response:
         body = _Body(request)
         try:
-            session = self._session(request)
-            async with self._admitted(session), self._budget.taken(body.size()):
+            name, admitted, find = self._sender(request)
+            async with self._admitted(admitted), self._budget.taken(body.size()):
                 model, call = await self.loop.run_in_executor(self.threads, parse, await body.read())
-                _check_model(model, session.model)
-                return await self._answer(request, session, call)
+                _check_model(model, name)
+                return await self._answer(request, await find(call), call)
         except ProtocolError:
             await body.discard()
             raise
@@ -179,24 +196,68 @@ class SessionServer:
             if not call.stream:
                 body = await self.loop.run_in_executor(self.threads, _json_body, call, header, choices)
             events = events_of(call, header, choices) if call.stream else iter(())
-            return _Delivery(session, answer, body, events)
+            return _Delivery(session, answer, header, body, events)
         except BaseException:
             session.release(answer)
             raise
         finally:
             gone.cancel()
 
+    async def _user_session(self, request: Request) -> Response:
+        """Show or delete a session of a user."""
+        users, user = self._user(request)
+        work = users.delete if request.method == "DELETE" else users.info
+        return JSONResponse(await work(user, request.path_params["session"]))
+
+    async def _reward(self, request: Request) -> Response:
+        """Give a session of a user its reward."""
+        body = _Body(request)
+        try:
+            users, user = self._user(request)
+            async with self._budget.taken(body.size()):
+                session = request.path_params["session"]
+                return JSONResponse(await users.give_reward(user, session, await body.read()))
+        except ProtocolError:
+            await body.discard()
+            raise
+        except ClientDisconnect:
+            return Response(status_code=499)
+
+    def _user(self, request: Request) -> tuple[TrafficSessions, User]:
+        """Return the sender of a request about a session. Raises ProtocolError, HTTPException without users."""
+        if self._users is None:
+            raise HTTPException(404)
+        return self._users, self._users.user(_key_of(request))
+
+    def _model_name(self, request: Request) -> str:
+        """Return the name of the policy for the sender of a request. Raises ProtocolError."""
+        return self._sender(request)[0]
+
+    def _sender(self, request: Request) -> tuple[str, Hashable, Callable[[Call], Awaitable[Session]]]:
+        """Return the name of the policy for a request, what its limit of waiting requests counts by, and a function.
+
+        The function returns the session of the request. Raises ProtocolError for a wrong key.
+        """
+        if self._users is None:
+            session = self._session(request)
+
+            async def same(_: Call) -> Session:
+                return session
+
+            return session.model, session, same
+        users, user, given = self._users, self._users.user(_key_of(request)), request.headers.get("x-session-id")
+
+        async def found(call: Call) -> Session:
+            return await users.session(user, given, call)
+
+        # A session has one turn at a time. Requests without an id have sessions of their own.
+        return users.model, (user, given) if given else object(), found
+
     def _session(self, request: Request) -> Session:
-        """Return the session of a request by its key. Raises ProtocolError."""
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise ProtocolError(
-                401,
-                "No API key. Send the key of the session as 'Authorization: Bearer KEY'; an agent gets it from Quartet.",
-                "invalid_api_key",
-            )
+        """Return the session of an agent by the key of a request. Raises ProtocolError."""
+        key = _key_of(request)
         # The digest of a key is looked up, so the time that it takes tells nothing about other keys.
-        digest = _digest(key.strip())
+        digest = _digest(key)
         if (session := self._sessions.get(digest)) is not None:
             return session
         if digest in self._ended:
@@ -208,21 +269,21 @@ class SessionServer:
         )
 
     @asynccontextmanager
-    async def _admitted(self, session: Session) -> AsyncIterator[None]:
-        count = self._waiting.get(session, 0)
+    async def _admitted(self, sender: Hashable) -> AsyncIterator[None]:
+        count = self._waiting.get(sender, 0)
         if count >= MAX_WAITING:
             raise ProtocolError(
                 429,
                 f"{count} requests of this session are being answered or wait, one after the other; wait for answers.",
                 "rate_limit_exceeded",
             )
-        self._waiting[session] = count + 1
+        self._waiting[sender] = count + 1
         try:
             yield
         finally:
-            self._waiting[session] -= 1
-            if not self._waiting[session]:
-                del self._waiting[session]
+            self._waiting[sender] -= 1
+            if not self._waiting[sender]:
+                del self._waiting[sender]
 
 
 class _Delivery(Response):
@@ -231,12 +292,14 @@ class _Delivery(Response):
     Its end is held back until that is noted: an agent that has its whole answer may end at once, or close the connection.
     """
 
-    def __init__(self, session: Session, answer: Answer, body: bytes, events: Iterator[bytes]) -> None:
+    def __init__(self, session: Session, answer: Answer, header: Header, body: bytes, events: Iterator[bytes]) -> None:
         """``body`` is empty for a stream, which has ``events``."""
         self._session, self._answer = session, answer
         parts: Iterable[bytes] = (body[:-1], body[-1:]) if body else events
         self._parts, self._held = parts, 1 if body else HELD_EVENTS
         super().__init__(body, media_type="application/json" if body else "text/event-stream")
+        if header.session:
+            self.headers["x-session-id"] = header.session
         if not body:
             del self.headers["content-length"]
             self.headers["cache-control"] = "no-cache"
@@ -350,6 +413,18 @@ def _too_large() -> ProtocolError:
     return ProtocolError(413, f"The body is larger than {MAX_BODY_BYTES} bytes; send less.", "request_too_large")
 
 
+def _key_of(request: Request) -> str:
+    """Return the key of a request. Raises ProtocolError without one."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise ProtocolError(
+            401,
+            "No API key. Send 'Authorization: Bearer KEY'; an agent gets the key of its session from Quartet.",
+            "invalid_api_key",
+        )
+    return key.strip()
+
+
 def _check_model(given: str, model: str) -> None:
     if given != model:
         raise ProtocolError(
@@ -368,7 +443,7 @@ async def _disconnected(request: Request) -> None:
 
 def _on_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ProtocolError)
-    return JSONResponse(error.body, error.status)
+    return JSONResponse(error.body, error.status, dict(error.headers or {}))
 
 
 def _on_http_error(request: Request, error: Exception) -> Response:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+import structlog
+
+from quartet.buffer.traffic import TrafficStore
 from quartet.buffer.turn_records import TurnRecordStore
 from quartet.config.root import Config
 from quartet.data.chat_template import TemplateInputs
+from quartet.data.evaluation import run_sampling
 from quartet.engines.engine import ServedModel
 from quartet.errors import ConfigError
 from quartet.rpc.agent_client import AgentClient
 from quartet.rpc.security.credentials import Credentials
+from quartet.services.generator.sessions.session import SessionLimits
 from quartet.services.generator.sessions.sessions import AgentAccess
 from quartet.services.generator.sessions.texts import PolicyTexts
-from quartet.system.secret_files import CERTIFICATE, KEY
+from quartet.system.secret_files import CERTIFICATE, KEY, read_tokens
+
+if TYPE_CHECKING:
+    from quartet.services.generator.sessions.app import SessionServer
+    from quartet.services.generator.sessions.traffic import TrafficSessions
+
+log = structlog.get_logger()
 
 
 def agent_access(
@@ -26,29 +38,8 @@ def agent_access(
     address = config.services.environment.address
     if not config.has_agents or address is None:
         return None
-    # Loads the HTTP server, which other runs do not need.
-    from quartet.services.generator.sessions.app import SessionServer
-
-    try:
-        from quartet.models.weights.tokenizer import load_tokenizer
-    except ImportError as error:
-        raise ConfigError(
-            f"environment.kind agent: a generator needs the tokenizer of the policy: {error}; install transformers in its "
-            "environment"
-        ) from None
-    environment, agent, folder = config.environment, config.environment.agent, credentials.folder
-    template = environment.chat_template
-    texts = PolicyTexts(
-        load_tokenizer(config.actor.model),
-        model.vocabulary_size,
-        model.stop_ids,
-        TemplateInputs.of_config(config),
-        None if template is None else template.read_text(encoding="utf-8"),
-        config.rollout.stop_strings,
-    )
-    server = SessionServer(
-        agent.listen or "127.0.0.1:0", None if folder is None else (folder / CERTIFICATE, folder / KEY)
-    )
+    agent, folder = config.environment.agent, credentials.folder
+    texts, server = _texts(config, model), _server(config, credentials)
     client = AgentClient(
         address,
         agent.timeout_seconds,
@@ -69,4 +60,83 @@ def agent_access(
         config.data.max_prompt_tokens,
         model.max_sequence_tokens,
         config.recovery.max_attempts,
+    )
+
+
+def traffic_sessions(
+    config: Config, credentials: Credentials, model: ServedModel, store: TrafficStore
+) -> TrafficSessions | None:
+    """Start the server of sessions for users, and return their sessions; None in a run without them.
+
+    Raises ConfigError, ModelError.
+    """
+    if not config.has_traffic:
+        return None
+    from quartet.services.generator.sessions.traffic import Access, TrafficSessions
+
+    rollout, agent, traffic = config.rollout, config.environment.agent, config.environment.traffic
+    keys: dict[str, Access] = {}
+    files = {Access.VIEWER: traffic.viewer_keys_file, Access.OPERATOR: traffic.operator_keys_file}
+    for access, path in files.items():
+        for key in () if path is None else read_tokens(path, f"environment.traffic.{access}_keys_file"):
+            if keys.setdefault(key, access) is not access:
+                raise ConfigError(
+                    f"environment.traffic.{access}_keys_file {path}: has a key of environment.traffic.viewer_keys_file, too; "
+                    "give each file other keys"
+                )
+    sequence = config.data.max_prompt_tokens + rollout.max_response_tokens
+    sessions = TrafficSessions(
+        _server(config, credentials),
+        store,
+        _texts(config, model),
+        keys,
+        traffic,
+        config.run.name,
+        config.run.seed,
+        SessionLimits(
+            rollout.max_turns,
+            rollout.max_turn_tokens or 0,
+            rollout.max_response_tokens,
+            min(sequence, model.max_sequence_tokens or sequence),
+            agent.max_branches,
+            agent.max_tokens,
+        ),
+        run_sampling(rollout),
+        rollout.max_off_policy_steps,
+        rollout.max_concurrent_sequences,
+    )
+    log.info("users are answered", base_url=sessions.base_url(agent, credentials.folder is not None))
+    return sessions
+
+
+def _texts(config: Config, model: ServedModel) -> PolicyTexts:
+    """Return the tokenizer and chat template of the policy. Raises ConfigError, ModelError."""
+    environment = config.environment
+    try:
+        from quartet.models.weights.tokenizer import load_tokenizer
+    except ImportError as error:
+        raise ConfigError(
+            f"environment.kind {environment.kind}: a generator needs the tokenizer of the policy: {error}; install transformers "
+            "in its environment"
+        ) from None
+    template = environment.chat_template
+    return PolicyTexts(
+        load_tokenizer(config.actor.model),
+        model.vocabulary_size,
+        model.stop_ids,
+        TemplateInputs.of_config(config),
+        None if template is None else template.read_text(encoding="utf-8"),
+        config.rollout.stop_strings,
+    )
+
+
+def _server(config: Config, credentials: Credentials) -> SessionServer:
+    """Start the server of sessions. Raises ConfigError."""
+    # Loads the HTTP server, which other runs do not need.
+    from quartet.services.generator.sessions.app import SessionServer
+
+    folder = credentials.folder
+    return SessionServer(
+        config.environment.agent.listen or "127.0.0.1:0",
+        None if folder is None else (folder / CERTIFICATE, folder / KEY),
     )

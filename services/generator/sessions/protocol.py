@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
@@ -20,6 +20,7 @@ from quartet.config.template_inputs import check_template_input
 from quartet.data.assistant_messages import template_message
 from quartet.data.chat_template import Message, TemplateInputs, content_problem
 
+CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 MAX_CHOICES = 128
 """Maximum of ``n``, as in OpenAI's API."""
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 16, 1000
@@ -35,9 +36,16 @@ MAX_SHOWN = 100
 class ProtocolError(Exception):
     """An error response in OpenAI's shape. ``param`` is the field of the request that is wrong, ``code`` names the cause."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
+        self.status, self.message, self.code, self.param, self.headers = status, message, code, param, headers
 
     @property
     def body(self) -> dict[str, Any]:
@@ -61,16 +69,20 @@ def unsupported(param: str, why: str) -> ProtocolError:
 class Call:
     """A request, checked. ``digest``: 16 bytes, equal for requests that ask for the same, streamed or not.
 
-    ``max_tokens`` limits each choice; None leaves the limit to the run. ``logprobs``: report those of the sampled tokens.
+    ``body``: as it was sent. ``max_tokens`` limits each choice; None leaves the limit to the run. ``logprobs``: report those of
+    the sampled tokens. ``store``: the answer may be trained, if it is to a user.
     """
 
+    path: ClassVar[str]
     digest: bytes
+    body: bytes
     choices: int
     max_tokens: int | None
     stop: tuple[str, ...]
     logprobs: bool
     stream: bool
     include_usage: bool
+    store: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +93,7 @@ class ChatCall(Call):
     it must call, "" for any of them, None for no such condition.
     """
 
+    path = CHAT_PATH
     messages: tuple[Message, ...]
     inputs: TemplateInputs
     tools: bool
@@ -91,6 +104,7 @@ class ChatCall(Call):
 class CompletionCall(Call):
     """Request of /v1/completions. ``prompts`` are texts or token ids; each gets ``choices`` answers."""
 
+    path = COMPLETION_PATH
     prompts: tuple[str | tuple[int, ...], ...]
 
 
@@ -128,6 +142,7 @@ class _Body(BaseModel):
     stream: Flag = False
     stream_options: _StreamOptions | None = None
     logit_bias: dict[str, float] | None = None
+    store: bool | None = None
 
 
 class _ChatBody(_Body):
@@ -183,12 +198,14 @@ def parse_chat(body: bytes) -> tuple[str, ChatCall]:
     choice, tools = fields.tool_choice, list[dict[str, Any]](given.get("tools") or ())
     return fields.model, ChatCall(
         digest=digest,
+        body=body,
         choices=fields.n or 1,
         max_tokens=min(limits, default=None),
         stop=_stop_strings(fields.stop),
         logprobs=fields.logprobs,
         stream=fields.stream,
         include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
+        store=fields.store is not False,
         messages=tuple(read_message(message, f"messages[{at}]") for at, message in enumerate(fields.messages)),
         inputs=_inputs(fields, tools),
         tools=bool(tools) and choice != "none",
@@ -215,12 +232,14 @@ def parse_completion(body: bytes) -> tuple[str, CompletionCall]:
         )
     return fields.model, CompletionCall(
         digest=digest,
+        body=body,
         choices=choices,
         max_tokens=COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens,
         stop=_stop_strings(fields.stop),
         logprobs=fields.logprobs is not None,
         stream=fields.stream,
         include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
+        store=fields.store is not False,
         prompts=prompts,
     )
 

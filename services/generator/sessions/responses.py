@@ -40,11 +40,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Fields of a response that its parts share. ``name`` is the part of its id that is its own."""
+    """Fields of a response that its parts share. ``name`` is the part of its id that is its own.
+
+    ``session``: id of the session of a user, which an agent does not need.
+    """
 
     name: str
     created: int
     model: str
+    session: str = ""
 
 
 def body_of(call: Call, header: Header, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -126,7 +130,8 @@ def _pieces(text: str | None) -> Iterator[str]:
 
 def _common(is_chat: bool, header: Header, kind: str) -> dict[str, Any]:
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{header.name}"
-    return {"id": name, "object": kind, "created": header.created, "model": header.model, "system_fingerprint": None}
+    common = {"id": name, "object": kind, "created": header.created, "model": header.model, "system_fingerprint": None}
+    return common | ({"session_id": header.session} if header.session else {})
 
 
 def _usage(call: Call, choices: Sequence[Choice]) -> dict[str, int]:

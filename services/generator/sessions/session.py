@@ -146,7 +146,10 @@ class Session:
 
     async def load(self) -> None:
         """Load the recorded turns. Raises BufferFailed, ServiceUnavailable."""
-        record = await self._on_thread(self._records.load, self.id)
+        self.use_records(await self._on_thread(self._records.load, self.id))
+
+    def use_records(self, record: EpisodeRecord) -> None:
+        """Answer requests with the recorded turns, where there is one."""
         for turn in record.turns:
             self._recorded.setdefault(turn.request, deque()).append(turn)
         self._next_index = len(record.turns)
@@ -241,7 +244,11 @@ class Session:
         except Exception as error:
             self._forget(answer)
             self._on_failure(error)
-            raise ProtocolError(503, "The generation has failed and is repeated; end this agent.", "stopped") from error
+            raise self._failed() from error
+
+    def _failed(self) -> ProtocolError:
+        """Return the answer to a request after a failure that is no fault of its sender."""
+        return ProtocolError(503, "The generation has failed and is repeated; end this agent.", "stopped")
 
     async def _complete_choices(self, answer: Answer, call: Call) -> None:
         prompts = await self._on_thread(self._prompts, call)

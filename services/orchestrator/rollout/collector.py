@@ -13,6 +13,7 @@ import numpy as np
 import structlog
 
 from quartet.buffer.rollout_stream import Delivery, RolloutStream
+from quartet.buffer.traffic import TrafficStore
 from quartet.buffer.turn_records import TurnRecordStore
 from quartet.config.deployment import RecoveryConfig
 from quartet.contract.generation import GenerationBatch
@@ -27,8 +28,14 @@ from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, 
 
 log = structlog.get_logger()
 
+COMMAND_SECONDS = 0.5
+"""Seconds between two looks for commands."""
 QUIET_SECONDS = 1.0
 """Time without a delivery after the end of a generation, after which missing trajectories count as lost."""
+
+
+class CommandWaits(Exception):
+    """A command waits while a step waits for sessions. The step can be collected again later, from the same sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +96,16 @@ class Collector:
         services: ScoringServices,
         score_batch_size: int,
         observe: CallObserver = ignore_call,
-        turns: TurnRecordStore | None = None,
+        turns: TurnRecordStore | TrafficStore | None = None,
+        max_age: int | None = None,
+        has_command: Callable[[], bool] | None = None,
     ) -> None:
-        """``observe`` receives every scoring call. ``turns``: the turn records of the run."""
+        """``observe`` receives every scoring call. ``turns``: the turn records of the run, or the sessions of users.
+
+        ``max_age``: with sessions of users, how many updates their tokens are old at most. ``has_command``: whether a command
+        waits. A step that may wait long for trajectories is left for it.
+        """
+        self._max_age, self._has_command = max_age, has_command
         self._stream, self._services, self._size, self._observe = stream, services, score_batch_size, observe
         self._turns = turns
         # Trajectories of later steps, which arrived while an earlier step was collected.
@@ -150,7 +164,7 @@ class Collector:
 
         A scoring batch holds ``score_batch_size`` trajectories that are neighbours in the order of their ids, so its composition
         depends neither on timing nor on the number of generators. Raises the error of generation or scoring, BufferFailed if the
-        stream holds an unexpected trajectory, TooManyFailedTrajectories and TooManyEqualGroups.
+        stream holds an unexpected trajectory, TooManyFailedTrajectories, TooManyEqualGroups, and CommandWaits.
         """
         start = time.perf_counter()
         self._run, self._step = batch.requests[0].id.run, batch.step
@@ -172,7 +186,7 @@ class Collector:
             failures=self._failures,
         )
         self._first = self._services.first_trajectories(batch.sampling, self._wake)
-        self._arrivals = _Arrivals()
+        self._arrivals = _Arrivals(self._max_age)
         self._entry_ids: list[str] = []
         self._quiet_since: float | None = None
         self._expect(batch, generation)
@@ -283,6 +297,8 @@ class Collector:
             self._on_progress(len(self._scoring.scored))
             if condition():
                 return
+            if self._has_command is not None and self._has_command():
+                raise CommandWaits
             self._handle_events()
 
     def _handle_events(self) -> None:
@@ -291,11 +307,12 @@ class Collector:
         if self._generation.done() and not self._arrivals.complete:
             self._quiet_since = self._quiet_since or now
             quiet = max(0.0, self._quiet_since + QUIET_SECONDS - now)
-        times = [seconds for seconds in (self._scoring.seconds_until_retry(), quiet) if seconds is not None]
+        command = None if self._has_command is None else COMMAND_SECONDS
+        times = [seconds for seconds in (self._scoring.seconds_until_retry(), quiet, command) if seconds is not None]
         try:
             event = self._events.get(timeout=min(times, default=None))
         except queue.Empty:
-            if quiet == min(times):
+            if quiet is not None and quiet == min(times):
                 self._find_lost_deliveries()
             return
         while True:
@@ -429,6 +446,7 @@ class Collector:
 class _Arrivals:
     """Trajectories that a step expects, and the scoring batches that they form."""
 
+    max_age: int | None = None
     expected: dict[TrajectoryId, tuple[int, bytes]] = field(default_factory=dict)
     """Policy version and digest of each trajectory."""
     missing: set[TrajectoryId] = field(default_factory=set)
@@ -470,7 +488,12 @@ class _Arrivals:
         where = f"{generator if trajectory.generator else ''}{trajectory.id}"
         last = VersionSpan(trajectory.policy_version, trajectory.weights_digest, len(trajectory.policy_ids))
         for span in (*trajectory.version_spans, last):
-            if allowed.get(span.policy_version) != span.weights_digest:
+            if self.max_age is not None:
+                newest = trajectory.id.step - 1
+                # A session began with any version. The digests of former ones may not be known any more.
+                if not newest - self.max_age <= span.policy_version <= newest:
+                    return f"{where} is of policy version {span.policy_version}, expected {newest - self.max_age} to {newest}"
+            elif allowed.get(span.policy_version) != span.weights_digest:
                 text = f"{where} is of policy version {span.policy_version} and digest {span.weights_digest.hex() or 'none'}"
                 since = f" or one of its updates up to version {max(newer)}" if newer else ""
                 return f"{text}, requested were version {version} and digest {digest.hex() or 'none'}{since}"

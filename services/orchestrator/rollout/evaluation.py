@@ -56,7 +56,7 @@ class Evaluator:
         # An evaluation uses the weights of an ensemble's parts in the last step.
         self._config_at = run.live_settings.config_at
         self._stream = RolloutStream(run.redis, run.url, stream_name(config.run.name))
-        has_turns, name = config.has_environment, stream_name(config.run.name)
+        has_turns, name = config.has_environment_service, stream_name(config.run.name)
         self._turns = TurnRecordStore(run.redis, run.url, name) if has_turns else None
         scoring = run.clients.scoring(for_training=False)
         self._collector = Collector(self._stream, scoring, config.rollout.score_batch_size, turns=self._turns)
@@ -175,7 +175,8 @@ class Evaluator:
                 sampling,
                 run.seed,
                 policy_version,
-                episode=episode_settings(self._config.rollout, self._prompts),
+                # Users answer no prompts of a file, so each has one response.
+                episode=None if self._config.has_traffic else episode_settings(self._config.rollout, self._prompts),
             )
         )
         fields = {prompt.index: prompt.fields for prompt in self._prompts} if self._config.reward.needs_fields else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import structlog
 
 from quartet.config.root import Config
@@ -19,6 +20,7 @@ from quartet.services.orchestrator.service_clients import ServiceStatuses
 
 log = structlog.get_logger()
 
+_NO_TOKENS = np.zeros(1, np.int32)
 AddNote = Callable[[str], None]
 """Function that receives a note for the user, such as the number of dropped prompts."""
 
@@ -30,11 +32,14 @@ def training_prompts(
     show_phase: Callable[[str], None] = lambda _: None,
     revisions: Mapping[str, str] = NO_REVISIONS,
 ) -> StepPrompts:
-    """Return the run's prompts in the order in which its steps take them. Raises ConfigError.
+    """Return the run's prompts in the order in which its steps take them. Those of users have no text yet. Raises ConfigError.
 
     ``show_phase`` gets a line of progress every few seconds while they are tokenized. ``revisions``: see
     ``read_training_prompts``.
     """
+
+    if config.has_traffic:
+        return _PromptsOfUsers(config.rollout.prompts_per_step)
 
     def report(line: str) -> None:
         log.info(line)
@@ -55,6 +60,17 @@ def training_prompts(
         for each, encoded in zip(config.data.sets, sets, strict=True)
     ]
     return MixedPromptOrder(weighted, per_step, seed)
+
+
+class _PromptsOfUsers:
+    """A place for each session of users that a step takes. Which sessions they are is known once they have a reward."""
+
+    def __init__(self, prompts_per_step: int) -> None:
+        self._per_step = prompts_per_step
+
+    def of_step(self, step: int) -> list[Prompt]:
+        """Return the places of a step. Each place is of one step only."""
+        return [Prompt(index, _NO_TOKENS) for index in range((step - 1) * self._per_step, step * self._per_step)]
 
 
 def validation_prompts(

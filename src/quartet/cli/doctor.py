@@ -273,7 +273,7 @@ def _requirements(config: Config) -> Iterator[Finding]:
 
 def _environment_service(config: Config) -> Iterator[Finding]:
     """Check the address of the environment service, or name its class."""
-    if not config.has_environment:
+    if not config.has_environment_service:
         return
     address, environment = config.services.environment.address, config.environment
     if address is None:

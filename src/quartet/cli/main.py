@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from quartet import __version__
-from quartet.cli.checkpoint.arguments import checkpoints_app, fork, rollback
+from quartet.cli.checkpoint.arguments import AnyRun, checkpoints_app, fork, rollback
 from quartet.cli.conformance_arguments import check_conformance
 from quartet.cli.inference.arguments import generate
 from quartet.cli.sweep.arguments import sweep
@@ -121,6 +121,20 @@ def up(config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = F
     from quartet.cli.start_run import up as start
 
     start(config, overrides or [], overwrite, resume)
+
+
+@app.command()
+def serve(
+    run: AnyRun,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address of the endpoint of the OpenAI protocol.")
+    ] = "127.0.0.1:8000",
+    overrides: Overrides = None,
+) -> None:
+    """Answer users with the policy of a run, and train it on the sessions that get a reward, until Ctrl-C."""
+    from quartet.cli.serve_policy import serve as start
+
+    start(run, listen, overrides or [])
 
 
 app.command()(sweep)

@@ -10,16 +10,20 @@ from pydantic import Field, field_validator, model_validator
 
 from quartet.config.agent import AgentConfig
 from quartet.config.section import Count, FunctionName, Positive, Section
+from quartet.config.traffic import TrafficConfig
 
 
 class EnvironmentConfig(Section):
     """The environment of trajectories with several turns. It runs in a separate process. See docs/environments.md."""
 
-    kind: Literal["class", "agent"] = "class"
+    kind: Literal["class", "agent", "traffic"] = "class"
     """class: an environment that answers each turn. agent: a program with a loop of its own, which calls the policy as it likes,
-    in the section `agent`. Used if rollout.max_turns is above 0."""
+    in the section `agent`. traffic: users, whose requests the policy answers, see the section `traffic`. Used if
+    rollout.max_turns is above 0."""
     agent: AgentConfig = AgentConfig()
-    """The agent of kind agent."""
+    """The agent of kind agent. Kind traffic uses its listen, max_branches and max_tokens."""
+    traffic: TrafficConfig = TrafficConfig()
+    """Keys and limits of kind traffic."""
     class_name: FunctionName | None = None
     """Class derived from quartet.environments.Environment, as package.module:Class. Null: the environment at
     services.environment.address. Used if rollout.max_turns is above 0."""
@@ -30,7 +34,7 @@ class EnvironmentConfig(Section):
     chat template; text is a message of the user. Prompts are then messages, too, and the template opens the policy's turns."""
     chat_template: Path | None = None
     """File with a chat template that replaces that of the policy's tokenizer, such as one that keeps earlier turns unchanged. For
-    observations chat, and for kind agent."""
+    observations chat, and for kinds agent and traffic."""
     timeout_seconds: Positive = 60.0
     """Time limit for one reset or step of the environment, in seconds. After that, the outcome is timeout, and the process that
     ran it is replaced."""
@@ -58,8 +62,10 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> EnvironmentConfig:
-        if self.kind == "agent":
-            self._check_agent()
+        if self.kind != "traffic" and self.traffic != TrafficConfig():
+            raise ValueError(f"traffic: not used with kind {self.kind}; set kind traffic, or remove the section")
+        if self.kind != "class":
+            self._check_requests()
             return self
         # A deployment sets the addresses of all runs.
         if self.agent.model_copy(update={"listen": None, "advertise": None}) != AgentConfig():
@@ -70,16 +76,26 @@ class EnvironmentConfig(Section):
             raise ValueError("chat_template: not used with observations text; set observations chat, or remove it")
         return self
 
-    def _check_agent(self) -> None:
+    def _check_requests(self) -> None:
+        """Raise ValueError for settings that contradict a kind whose turns are requests to the policy."""
         try:
             self.agent.check()
         except ValueError as error:
             raise ValueError(f"agent.{error}") from None
+        if self.kind == "traffic":
+            if self.agent.kind:
+                raise ValueError(
+                    f"agent.{self.agent.kind}: not used with kind traffic, whose requests come from users; remove it"
+                )
+            if self.traffic.operator_keys_file is None:
+                raise ValueError(
+                    "traffic.operator_keys_file: missing; name a file with the keys of operators, who give the rewards"
+                )
         for name in ("class_name", "arguments"):
             if getattr(self, name):
-                raise ValueError(f"{name}: not used with kind agent; name the agent in the section agent, or remove it")
+                raise ValueError(f"{name}: not used with kind {self.kind}; remove it")
         if self.observations != "text":
             raise ValueError(
-                "observations chat: not used with kind agent, whose requests have messages; remove it (chat_template still "
-                "replaces the template of the tokenizer)"
+                f"observations chat: not used with kind {self.kind}, whose requests have messages; remove it (chat_template "
+                "still replaces the template of the tokenizer)"
             )

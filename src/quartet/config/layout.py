@@ -50,7 +50,7 @@ def model_roles(config: Config) -> tuple[Role, ...]:
 
 def service_roles(config: Config) -> tuple[Role, ...]:
     """Return the services of this run that have an address: the model services and the environment."""
-    return (*model_roles(config), *((Role.ENVIRONMENT,) if config.has_environment else ()))
+    return (*model_roles(config), *((Role.ENVIRONMENT,) if config.has_environment_service else ()))
 
 
 def num_threads(config: Config, role: Role) -> int:

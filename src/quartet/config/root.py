@@ -25,6 +25,7 @@ RULES: tuple[Callable[[ConfigTree], None], ...] = (
     training.check_reward_service,
     services.check_processes,
     services.check_environment,
+    services.check_prompts,
     services.check_services,
     services.check_reward_addresses,
     training.check_distillation,

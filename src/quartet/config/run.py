@@ -30,7 +30,7 @@ class DataConfig(Section):
 
     prompts: Path | None = None
     """File of prompts: JSON Lines, CSV or Parquet. Each row has `prompt`, `text`, `messages` or `token_ids`. Reward functions get
-    all fields of the row except `token_ids`. Null: `sets` has the prompts."""
+    all fields of the row except `token_ids`. Null: `sets` has the prompts, or with environment.kind traffic users send them."""
     sets: tuple[PromptSetConfig, ...] = ()
     """List of sets of prompts, which are mixed by their weights. Each is a file or a data set of Hugging Face."""
     validation: Path | None = None
@@ -70,7 +70,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> DataConfig:
-        if (self.prompts is None) == (not self.sets):
+        if self.prompts is not None and self.sets:
             raise ValueError("expected either prompts, the path of a file, or sets, a list of sets of prompts")
         if self.validation is not None and self.validation_set is not None:
             raise ValueError("validation, validation_set: expected at most one of them")

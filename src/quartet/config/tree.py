@@ -96,13 +96,23 @@ class ConfigTree(Section):
 
     @property
     def has_environment(self) -> bool:
-        """Return whether trajectories have turns with an environment, in a separate process."""
+        """Return whether trajectories have turns, whose other side is an environment, an agent or a user."""
         return self.rollout.max_turns > 0
 
     @property
     def has_agents(self) -> bool:
         """Return whether the environment is an agent, which calls the policy."""
         return self.has_environment and self.environment.kind == "agent"
+
+    @property
+    def has_traffic(self) -> bool:
+        """Return whether trajectories are sessions of users, who call the policy."""
+        return self.has_environment and self.environment.kind == "traffic"
+
+    @property
+    def has_environment_service(self) -> bool:
+        """Return whether a separate process answers the turns of trajectories, or runs the agents that call the policy."""
+        return self.has_environment and not self.has_traffic
 
     @property
     def critic_model(self) -> str:

@@ -115,7 +115,7 @@ def run_sampling(rollout: RolloutConfig) -> SamplingParameters:
 
 
 def episode_settings(rollout: RolloutConfig, prompts: Sequence[Prompt]) -> EpisodeSettings | None:
-    """Return the settings of the run's episodes with ``prompts``, or None if it has no environment."""
+    """Return the settings of the run's episodes with ``prompts``, or None if they have no turns."""
     if not rollout.max_turns:
         return None
     fields = {prompt.index: prompt.fields for prompt in prompts}

@@ -145,7 +145,7 @@ class Launcher:
 
     def _start_environment(self, report: Callable[[str], None]) -> None:
         """Start the environment service, if there is one, and wait for its address, which processes that generate need."""
-        if not self._config.has_environment:
+        if not self._config.has_environment_service:
             return
         address = self._config.services.environment.address
         if address is not None:

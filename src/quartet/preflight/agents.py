@@ -13,8 +13,11 @@ from quartet.preflight.security_checks import check_port
 
 
 def check_agent(config: Config) -> Iterator[Finding]:
-    """Check the agent that this machine runs, if there is one. The agent itself is not run: it needs the policy."""
-    if not config.has_agents:
+    """Check the agent that this machine runs, if there is one, and the port of the endpoint.
+
+    The agent itself is not run: it needs the policy.
+    """
+    if not config.has_agents and not config.has_traffic:
         return
     agent = config.environment.agent
     generates_here = (
@@ -22,7 +25,7 @@ def check_agent(config: Config) -> Iterator[Finding]:
     )
     if agent.listen is not None and generates_here:
         yield from collect(check_port, "environment.agent.listen", agent.listen)
-    if config.services.environment.address is not None:
+    if config.services.environment.address is not None or not config.has_agents:
         return
     if agent.command is not None:
         where = f"environment.agent.command {agent.command[0]}"

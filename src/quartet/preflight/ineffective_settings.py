@@ -98,6 +98,11 @@ def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
     elif config.has_agents:
         limits = ("timeout_seconds", "max_sessions", "session_idle_seconds")
         yield "environment", limits, "environment.kind is agent; see environment.agent"
+    elif config.has_traffic:
+        limits = ("timeout_seconds", "num_workers", "max_sessions", "session_idle_seconds", "quote_texts")
+        yield "environment", limits, "environment.kind is traffic; see environment.traffic"
+        limits = ("pass_variables", "timeout_seconds", "max_concurrent")
+        yield "environment.agent", limits, "environment.kind is traffic, so no agent runs"
     if not config.has_generators:
         reason = "the actor generates; set rollout.generators or services.generators for generators"
         yield "services.generator", (), reason

@@ -81,7 +81,7 @@ def check_prompts(config: Config, report: Report, tokenizes: bool = True) -> Ite
             )
     inputs = ", ".join(f"data.{key}" for key in TEMPLATE_KEYS if getattr(config.data, key))
     # The template of an environment opens the response, so it gets them for its turns.
-    if inputs and not has_messages and files[0].opens_response:
+    if inputs and not has_messages and not config.has_traffic and files[0].opens_response:
         reason = "not used: they are for the chat template, and no prompt is a list of messages"
         yield Finding("warning", inputs, reason)
 

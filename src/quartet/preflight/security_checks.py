@@ -17,7 +17,7 @@ from quartet.contract.status import Role
 from quartet.errors import ConfigError
 from quartet.preflight.findings import Finding, collect
 from quartet.rpc.security.allow_list import GATEWAY, OPERATOR, PROCESSES
-from quartet.system.secret_files import check_certificate, read_token
+from quartet.system.secret_files import check_certificate, read_token, read_tokens
 
 
 def check_port(key: str, listen: str) -> None:
@@ -134,6 +134,10 @@ def _files(config: Config) -> dict[str, Path]:
             results[f"rollout.{section}.api_key_file"] = server.api_key_file
     if config.has_agents and config.services.environment.address is None:
         results["environment.agent.api_key_file"] = config.environment.agent.api_key_file
+    if config.has_traffic and config.rollout.generators:
+        traffic = config.environment.traffic
+        results["environment.traffic.viewer_keys_file"] = traffic.viewer_keys_file
+        results["environment.traffic.operator_keys_file"] = traffic.operator_keys_file
     if config.services.reward.address is None:
         for key, source in config.reward.sources.items():
             for name, scorer in (("http", source.http), ("judge", source.judge)):
@@ -148,6 +152,8 @@ def _check(key: str, path: Path, config: Config) -> Iterator[Finding]:
     elif key == "gateway.certificate_file":
         assert config.gateway.key_file is not None  # The config requires both or neither.
         check_certificate(path, config.gateway.key_file)
+    elif key.startswith("environment.traffic."):
+        read_tokens(path, key)
     else:
         read_token(path, key)
     yield Finding("ok", f"{key} {path}", "usable")

@@ -48,6 +48,24 @@ def read_token(path: Path, key: str) -> str:
     return token
 
 
+def read_tokens(path: Path, key: str) -> list[str]:
+    """Return the tokens in the file, one on each line. Empty lines and lines that start with # are left out.
+
+    Raises ConfigError if there are none, or for one that ``check_token`` refuses.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (error.strerror or "failed") if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"{key} {path}: cannot be read ({reason}); give a file that this process may read") from None
+    tokens = {number: line.strip() for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")}
+    if not tokens:
+        raise ConfigError(f"{key} {path}: has no keys; write one on each line")
+    for number, token in tokens.items():
+        check_token(token, f"{key} {path}, line {number}")
+    return list(tokens.values())
+
+
 def check_token(token: str, where: str) -> None:
     """Raise ConfigError if a token is easy to guess or cannot be sent in a header."""
     if len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:

@@ -77,14 +77,16 @@ def check_environment(config: ConfigTree) -> None:
     if not config.has_environment:
         named = {
             f"environment.class_name {environment.class_name}": environment.class_name is not None,
-            "environment.kind agent": environment.kind == "agent",
+            f"environment.kind {environment.kind}": environment.kind != "class",
         }
         for key in (key for key, given in named.items() if given):
             raise ValueError(
                 f"{key}: not used with {setting}; set rollout.max_turns to the maximum number of turns, or remove it"
             )
         return
-    if environment.kind == "agent":
+    if config.has_traffic:
+        _check_traffic(config)
+    elif config.has_agents:
         _check_agent(config)
     elif environment.class_name is None and config.services.environment.address is None:
         raise ValueError(
@@ -95,7 +97,7 @@ def check_environment(config: ConfigTree) -> None:
 
 def _check_agent(config: ConfigTree) -> None:
     """Raise ValueError if the agent is missing, or if it and the policy could not reach each other safely."""
-    agent, encrypted = config.environment.agent, config.security.certificates is not None
+    agent = config.environment.agent
     if not agent.kind and config.services.environment.address is None:
         raise ValueError(
             "environment.agent: names no agent; give one of command, url and function, or set services.environment.address to "
@@ -106,6 +108,53 @@ def _check_agent(config: ConfigTree) -> None:
             f"environment.agent.url {agent.url}: not a loopback address, and calls are not encrypted; use https://, or set "
             "security.allow_plaintext"
         )
+    _check_endpoint(config)
+    port = (agent.listen or "127.0.0.1:0").rpartition(":")[2]
+    if port == "0" and not (agent.advertise or ":0").endswith(":0"):
+        raise ValueError(
+            f"environment.agent.advertise {agent.advertise}: the process that generates listens on a free port; set a port in "
+            "environment.agent.listen, or port 0 here for the same one"
+        )
+
+
+def check_prompts(config: ConfigTree) -> None:
+    """Raise ValueError unless the run has prompts, or users who send them."""
+    given = config.data.prompts is not None or bool(config.data.sets)
+    if config.has_traffic and given:
+        raise ValueError(
+            f"data.{'sets' if config.data.sets else 'prompts'}: not used with environment.kind traffic, whose prompts come from "
+            "users; remove it"
+        )
+    if not config.has_traffic and not given:
+        raise ValueError("data: expected either prompts, the path of a file, or sets, a list of sets of prompts")
+
+
+def _check_traffic(config: ConfigTree) -> None:
+    """Raise ValueError if the settings of steps do not fit sessions of users, each of which exists once."""
+    rollout, kind = config.rollout, "environment.kind traffic"
+    if config.services.environment.address is not None:
+        raise ValueError(f"services.environment.address: not used with {kind}, which has no such service; remove it")
+    if rollout.samples_per_prompt != 1 or rollout.extra_samples or rollout.dynamic_sampling:
+        raise ValueError(
+            f"{kind}: each session of a user is one trajectory, so there are no groups; set rollout.samples_per_prompt 1, "
+            "extra_samples 0 and dynamic_sampling false"
+        )
+    if config.num_greedy_baselines:
+        raise ValueError(
+            f"algorithm.estimator {config.algorithm.estimator}: needs a second, greedy answer to each session; set an estimator "
+            f"without one for {kind}"
+        )
+    if not rollout.in_flight_updates:
+        raise ValueError(
+            f"{kind}: users are answered while the policy is trained; set rollout.generators to 1 or more, "
+            "rollout.max_off_policy_steps to the number of updates that a session may be old, and rollout.in_flight_updates true"
+        )
+    _check_endpoint(config)
+
+
+def _check_endpoint(config: ConfigTree) -> None:
+    """Raise ValueError if the endpoint of the processes that generate would be unsafe or ambiguous."""
+    agent, encrypted = config.environment.agent, config.security.certificates is not None
     host, _, port = (agent.listen or "127.0.0.1:0").rpartition(":")
     if not is_loopback(host) and not encrypted and not config.security.allow_plaintext:
         raise ValueError(
@@ -117,11 +166,6 @@ def _check_agent(config: ConfigTree) -> None:
         raise ValueError(
             f"environment.agent.listen {agent.listen}: several processes on this machine generate, and each needs a port; set "
             "port 0"
-        )
-    if port == "0" and not (agent.advertise or ":0").endswith(":0"):
-        raise ValueError(
-            f"environment.agent.advertise {agent.advertise}: the process that generates listens on a free port; set a port in "
-            "environment.agent.listen, or port 0 here for the same one"
         )
 
 

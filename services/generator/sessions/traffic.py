@@ -1,0 +1,620 @@
+"""Traffic: sessions of users, from their first request to the trajectories that they become.
+
+A session is in Redis, request by request, so any process that generates can continue it. This module keeps those that were used
+last in memory. One that is not there, or that another process has continued, is built again: its requests are repeated, and the
+recorded turns answer them. A trajectory is built in the same way, so it does not depend on the process that builds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import queue
+import threading
+import time
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import structlog
+from limits import RateLimitItemPerMinute
+from limits.storage import MemoryStorage
+from limits.strategies import MovingWindowRateLimiter
+from pydantic_core import from_json
+
+from quartet.buffer.traffic import SessionInfo, SessionRequest, SessionState, TrafficStore, logged_of
+from quartet.config.agent import AgentConfig
+from quartet.config.section import MAX_SETTING
+from quartet.config.traffic import TrafficConfig
+from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.logged_values import cleaned
+from quartet.contract.trajectory import Trajectory, TrajectoryId
+from quartet.contract.turn_record import EpisodeRecord, RecordedTurn
+from quartet.errors import FailedPrecondition, QuartetError, ServiceUnavailable
+from quartet.services.generator.sessions.protocol import (
+    CHAT_PATH,
+    Call,
+    ProtocolError,
+    invalid,
+    parse_chat,
+    parse_completion,
+)
+from quartet.services.generator.sessions.responses import Header
+from quartet.services.generator.sessions.session import Answer, Session, SessionLimits
+from quartet.services.generator.sessions.texts import PolicyTexts
+
+if TYPE_CHECKING:  # The HTTP server is loaded only for a run with requests of agents or users.
+    from quartet.services.generator.sessions.app import SessionServer
+
+log = structlog.get_logger()
+
+MAX_LOADED = 1000
+"""Sessions in memory. Those that were used last stay."""
+MAX_ID_CHARACTERS = 128
+"""Length of the id of a session."""
+IDLE_SECONDS, MAX_SERVING_SECONDS = 0.5, 60.0
+"""Time without a request after which a serving ends, and time after which it takes no more: the weights are then read back."""
+TAKE_SECONDS = 60.0
+"""Longest wait until a trajectory is built from its session."""
+
+
+class Access(StrEnum):
+    """What a key allows: viewers send requests to the policy, operators also give rewards and look at sessions."""
+
+    VIEWER = "viewer"
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """The sender of a request. ``owner``: digest of the key, which sessions of the user carry."""
+
+    access: Access
+    owner: str
+
+
+class TrafficTurns:
+    """Turns that users wait for, as a source for an engine. See ``TurnSource``. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[GenerationRequest] = queue.SimpleQueue()
+        self._waiting: dict[TrajectoryId, tuple[GenerationRequest, asyncio.Future[Trajectory]]] = {}
+        self._first: GenerationRequest | None = None
+        self._stops: Callable[[], bool] = lambda: False
+        self._idle_since = 0.0
+
+    def put(self, request: GenerationRequest) -> asyncio.Future[Trajectory]:
+        """Ask for a turn. Call it on the event loop of the result."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[request.id] = request, future
+        self._queue.put(request)
+        return future
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for a turn that no engine generates yet. Return whether there is one. For the thread that starts engines."""
+        if self._first is None:
+            with suppress(queue.Empty):
+                self._first = self._queue.get(timeout=seconds)
+        return self._first is not None
+
+    def begin(self, stops: Callable[[], bool]) -> None:
+        """Begin to serve, until no turn has come for a while, or until ``stops``. Turns that have begun are finished."""
+        self._stops, self._idle_since = stops, time.monotonic()
+
+    @property
+    def open(self) -> bool:
+        if self._stops():
+            return False
+        return self._first is not None or not self._queue.empty() or time.monotonic() < self._idle_since + IDLE_SECONDS
+
+    def take(self, wait: bool) -> list[GenerationRequest]:
+        if self._stops():
+            return []
+        first, self._first = self._first, None
+        requests = [] if first is None else [first]
+        with suppress(queue.Empty):
+            if wait and first is None:
+                requests.append(self._queue.get(timeout=IDLE_SECONDS / 5))
+            while True:
+                requests.append(self._queue.get_nowait())
+        if requests:
+            self._idle_since = time.monotonic()
+        return requests
+
+    def request_of(self, id: TrajectoryId) -> GenerationRequest:
+        return self._waiting[id][0]
+
+    def finish(self, turn: Trajectory) -> None:
+        """Give a turn to its session."""
+        self._idle_since = time.monotonic()
+        _, future = self._waiting.pop(turn.id)
+        future.get_loop().call_soon_threadsafe(_set_result, future, turn)
+
+    def fail(self, error: QuartetError) -> None:
+        """Give an error to all sessions that wait for a turn."""
+        self._first = None
+        with suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
+        for id in [*self._waiting]:
+            _, future = self._waiting.pop(id)
+            future.get_loop().call_soon_threadsafe(_set_error, future, error)
+
+
+class TrafficSessions:
+    """The sessions of users. The event loop of ``server`` calls what is ``async``, other threads the rest."""
+
+    records = None
+
+    def __init__(
+        self,
+        server: SessionServer,
+        store: TrafficStore,
+        texts: PolicyTexts,
+        keys: Mapping[str, Access],
+        config: TrafficConfig,
+        run: str,
+        seed: int,
+        limits: SessionLimits,
+        sampling: SamplingParameters,
+        max_age: int,
+        max_concurrent: int,
+    ) -> None:
+        """``max_age``: updates of the policy since the oldest token of a session, at most, if a step trains on it.
+
+        ``max_concurrent``: number of turns that the engine generates at once.
+        """
+        self._server, self._store, self._texts, self._config, self._run = server, store, texts, config, run
+        self._keys = {hashlib.sha256(key.encode()).digest(): access for key, access in keys.items()}
+        self._limits, self.sampling, self.seed = limits, sampling, seed
+        self._max_age, self._max_concurrent = max_age, max_concurrent
+        self._limiter = MovingWindowRateLimiter(MemoryStorage())
+        self._rate = RateLimitItemPerMinute(config.requests_per_minute)
+        self._loaded: OrderedDict[str, _TrafficSession] = OrderedDict()
+        self._loading: dict[str, asyncio.Task[_TrafficSession]] = {}
+        self.turns = TrafficTurns()
+        self.counts: Counter[str] = Counter()
+        self._served_lock = threading.Lock()
+        self._served: set[str] = set()
+        server.admit_users(self)
+
+    @property
+    def model(self) -> str:
+        """Name of the policy for requests."""
+        return self._run
+
+    def base_url(self, agent: AgentConfig, encrypted: bool) -> str:
+        """Return the URL for clients on this machine, or the one that is advertised."""
+        return agent.base_url(self._server.address, encrypted)
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.close()
+
+    def user(self, key: str) -> User:
+        """Return the sender with this key. Raises ProtocolError, also if there were too many requests with it."""
+        digest = hashlib.sha256(key.encode(errors="replace")).digest()
+        access = next((access for known, access in self._keys.items() if hmac.compare_digest(known, digest)), None)
+        if access is None:
+            raise ProtocolError(401, "Wrong API key. Send a key of this deployment.", "invalid_api_key")
+        owner = digest.hex()[:32]
+        if not self._limiter.hit(self._rate, owner):
+            left = max(1, round(self._limiter.get_window_stats(self._rate, owner).reset_time - time.time()))
+            raise ProtocolError(
+                429,
+                f"More than {self._config.requests_per_minute} requests in a minute; send the next one in {left} s.",
+                "rate_limit_exceeded",
+                headers={"retry-after": str(left)},
+            )
+        return User(access, owner)
+
+    async def session(self, user: User, given: str | None, call: Call) -> Session:
+        """Return the session of a request. ``given``: its id; None for a new one. Raises ProtocolError."""
+        if given is not None and not _is_id(given):
+            raise invalid(
+                f"X-Session-Id: expected 1 to {MAX_ID_CHARACTERS} letters, digits and any of . _ : - (such as a UUID)"
+            )
+        if not call.store:
+            return await self._without_record(given or "")
+        id = given or uuid.uuid4().hex
+        info = await self._on_thread(self._store.info, id)
+        if info is None:
+            open_sessions = await self._on_thread(self._store.count_open)
+            if open_sessions >= self._config.max_sessions:
+                raise ProtocolError(
+                    429,
+                    f"{open_sessions} sessions wait for a reward, which is the limit (environment.traffic.max_sessions). Give "
+                    "rewards, delete sessions, or send store false.",
+                    "rate_limit_exceeded",
+                    headers={"retry-after": "60"},
+                )
+            info = await self._on_thread(self._store.open, id, user.owner, self._config.session_seconds)
+        if info.state is SessionState.OPEN and info.owner != user.owner:
+            raise ProtocolError(
+                409, "X-Session-Id: is in use with another key; send another id, such as a UUID.", "session_in_use"
+            )
+        if info.state is not SessionState.OPEN:
+            raise _has_ended(info)
+        return await self._loaded_session(info)
+
+    async def info(self, user: User, id: str) -> dict[str, Any]:
+        """Return a session for an operator. Raises ProtocolError."""
+        self._check_operator(user, "looks at sessions")
+        return _shown(await self._on_thread(self._store.info, id), id)
+
+    async def delete(self, user: User, id: str) -> dict[str, Any]:
+        """Delete what a session has, for an operator. Raises ProtocolError."""
+        self._check_operator(user, "deletes sessions")
+        info = await self._on_thread(self._store.delete, id)
+        self._forget(id)
+        if info is not None and info.state in (SessionState.TAKEN, SessionState.TRAINED):
+            raise ProtocolError(
+                409, f"Session {id}: step {info.step} trains on it already; it was not deleted.", "session_ended"
+            )
+        return _shown(info, id)
+
+    async def give_reward(self, user: User, id: str, body: bytes) -> dict[str, Any]:
+        """End a session with a reward, from a body of JSON. Raises ProtocolError."""
+        self._check_operator(user, "gives rewards")
+        reward, logged = _reward(body)
+        info = await self._on_thread(self._store.give_reward, id, reward, logged)
+        self._forget(id)
+        if info is None:
+            return _shown(None, id)
+        if info.state is SessionState.OPEN:
+            raise ProtocolError(
+                409, f"Session {id}: has no answer yet, so there is nothing to reward.", "session_empty"
+            )
+        if info.reward is None:
+            raise _has_ended(info)
+        if info.reward != reward:
+            raise ProtocolError(
+                409, f"Session {id}: has the reward {info.reward:g} already; a session has one reward.", "session_ended"
+            )
+        return _shown(info, id)
+
+    def take(self, id: TrajectoryId) -> Trajectory | None:
+        """Return a trajectory, from the session that it has or the next one with a reward. None if there is none yet.
+
+        Sessions whose tokens are too old are ended, and so are those that cannot be built again. Raises ServiceUnavailable,
+        BufferFailed.
+        """
+        while (name := self._store.take(id)) is not None:
+            trajectory, state = self._built(name), SessionState.UNUSABLE
+            if trajectory is not None:
+                versions = [span.policy_version for span in trajectory.version_spans] or [trajectory.policy_version]
+                if id.step - 1 - self._max_age <= min(versions) and max(versions) < id.step:
+                    return replace(trajectory, id=id)
+                state = SessionState.STALE
+            log.warning("session not trained", session=name, state=str(state), step=id.step)
+            self._store.drop(id, name, state)
+        return None
+
+    def expire(self) -> None:
+        """End the sessions whose time is over."""
+        self._store.expire()
+
+    def take_served(self) -> set[str]:
+        """Return the sessions that got turns since the last call."""
+        with self._served_lock:
+            served, self._served = self._served, set()
+        return served
+
+    def spoil(self, sessions: Collection[str]) -> None:
+        """Take note that the weights were not those of their digest when turns of these sessions were generated."""
+        for id in sessions:
+            self._store.spoil(id)
+
+    def longest_requests(self) -> list[GenerationRequest]:
+        """Return requests with the longest possible prompts, by which an engine sizes its buffers."""
+        limits = self._limits
+        longest = np.zeros(max(1, limits.max_sequence_tokens - limits.max_response_tokens), np.int32)
+        ids = (TrajectoryId(self._run, 0, number, 0) for number in range(self._max_concurrent))
+        return [GenerationRequest(id, longest) for id in ids]
+
+    def _built(self, id: str) -> Trajectory | None:
+        """Return the trajectory of a session that has ended, None if it cannot be built."""
+        try:
+            future = asyncio.run_coroutine_threadsafe(self._build(id), self._server.loop)
+            return future.result(TAKE_SECONDS)
+        except (ServiceUnavailable, TimeoutError):
+            raise
+        except Exception as error:
+            log.error("session cannot be built again", session=id, error=f"{type(error).__name__}: {error}")
+            return None
+
+    async def _build(self, id: str) -> Trajectory | None:
+        info = await self._on_thread(self._store.info, id)
+        if info is None or info.reward is None or await self._on_thread(self._store.is_spoiled, id):
+            return None
+        session = self._new_session(info)
+        await session.repeat()
+        trajectory = await session.result(info.reward, "")
+        logged = logged_of(await self._on_thread(self._store.logged, id))
+        return None if trajectory is None else replace(trajectory, logged={**logged, "session": id})
+
+    async def _loaded_session(self, info: SessionInfo) -> _TrafficSession:
+        known = self._loaded.get(info.id)
+        if known is not None and not known.is_outdated and known.num_requests >= info.requests:
+            self._loaded.move_to_end(info.id)
+            return known
+        if (task := self._loading.get(info.id)) is None:
+            task = self._server.loop.create_task(self._load(info))
+            self._loading[info.id] = task
+            task.add_done_callback(lambda _: self._loading.pop(info.id, None))
+        return await asyncio.shield(task)
+
+    async def _load(self, info: SessionInfo) -> _TrafficSession:
+        session = self._new_session(info)
+        try:
+            await session.repeat()
+        except QuartetError as error:
+            log.error("session cannot be continued", session=info.id, error=str(error))
+            raise ProtocolError(
+                409, f"Session {info.id}: cannot be continued; begin another one.", "session_ended"
+            ) from error
+        self._loaded[info.id] = session
+        for id in [id for id, each in self._loaded.items() if not each.is_busy][
+            : max(0, len(self._loaded) - MAX_LOADED)
+        ]:
+            del self._loaded[id]
+        return session
+
+    def _forget(self, id: str) -> None:
+        if (session := self._loaded.pop(id, None)) is not None:
+            session.refuse()
+
+    def _new_session(self, info: SessionInfo) -> _TrafficSession:
+        records = _SessionRecords(self._store, info.id)
+        return _TrafficSession(info, self, records, self._store, self._config.session_seconds)
+
+    async def _without_record(self, shown: str) -> Session:
+        """Return a session for one request that is not trained."""
+        number = await self._on_thread(self._store.new_number)
+        return _UserSession(SessionInfo(shown, SessionState.OPEN, number), self, _NoRecords())
+
+    def session_arguments(self, number: int) -> dict[str, Any]:
+        """Return what every session is created with. ``number`` names its random streams, which no trajectory of a step has."""
+        return {
+            "id": TrajectoryId(self._run, 0, number, 0),
+            "model": self._run,
+            "limits": self._limits,
+            "sampling": self.sampling,
+            "greedy": False,
+            "texts": self._texts,
+            "threads": self._server.threads,
+            "counts": self.counts,
+        }
+
+    def generate(self, session: str, request: GenerationRequest) -> asyncio.Future[Trajectory]:
+        """Ask for a turn of a session."""
+        with self._served_lock:
+            self._served.add(session)
+        return self.turns.put(request)
+
+    def run(self, work: Any) -> None:
+        """Run a coroutine to its end."""
+        self._server.spawn(work)
+
+    async def _on_thread(self, work: Callable[..., Any], *arguments: object) -> Any:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._server.threads, work, *arguments)
+        except QuartetError as error:
+            log.error("the buffer failed", error=str(error))
+            raise _unavailable() from error
+
+    def _check_operator(self, user: User, what: str) -> None:
+        if user.access is not Access.OPERATOR:
+            raise ProtocolError(403, f"Only the key of an operator {what}.", "permission_denied")
+
+
+class _UserSession(Session):
+    """Requests of one session of a user."""
+
+    def __init__(self, info: SessionInfo, traffic: TrafficSessions, records: _SessionRecords | _NoRecords) -> None:
+        super().__init__(
+            **traffic.session_arguments(info.number),
+            records=records,
+            generate=self._ask,
+            on_failure=lambda error: log.error("answer failed", session=info.id, error=str(error)),
+        )
+        self.info, self._traffic = info, traffic
+
+    def _ask(self, request: GenerationRequest) -> asyncio.Future[Trajectory]:
+        """Ask for a turn."""
+        return self._traffic.generate(self.info.id, request)
+
+    def header(self, answer: Answer) -> Header:
+        return replace(super().header(answer), session=self.info.id)
+
+    def _failed(self) -> ProtocolError:
+        return _unavailable()
+
+
+class _TrafficSession(_UserSession):
+    """A session that is recorded. ``num_requests``: those with an answer."""
+
+    def __init__(
+        self,
+        info: SessionInfo,
+        traffic: TrafficSessions,
+        records: _SessionRecords,
+        store: TrafficStore,
+        seconds: float,
+    ) -> None:
+        super().__init__(info, traffic, records)
+        self._store, self._seconds = store, seconds
+        self._numbers: dict[Answer, int] = {}
+        self.num_requests = 0
+        self._lost: set[int] = set()
+        self.is_outdated = self._is_repeating = False
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a client waits for an answer."""
+        return any(answer.waiting for answers in self._answers.values() for answer in answers)
+
+    async def repeat(self) -> None:
+        """Repeat the recorded requests, which the recorded turns answer. Raises FailedPrecondition if one has none."""
+        requests, record = await self._on_thread(self._store.load, self.info.id)
+        self.use_records(record)
+        self._is_repeating = True
+        for number, request in enumerate(requests):
+            parse = parse_chat if request.path == CHAT_PATH else parse_completion
+            _, call = await self._on_thread(parse, request.body)
+            answer = self.answer(call, False, None)
+            try:
+                assert answer.task is not None
+                await answer.task
+            except ProtocolError as error:
+                raise FailedPrecondition(f"request {number} is refused now: {error}") from None
+            self.set_delivered(answer, request.delivered)
+            self._lost |= set() if request.delivered else {number}
+            self.release(answer)
+        self._is_repeating = False
+
+    def set_delivered(self, answer: Answer, delivered: bool) -> None:
+        changed = answer.delivered != delivered
+        super().set_delivered(answer, delivered)
+        number = self._numbers.get(answer)
+        # It is recorded as delivered before it leaves.
+        if changed and number is not None and not self._is_repeating and (not delivered or number in self._lost):
+            self._lost ^= {number}
+            self._traffic.run(self._record_delivery(number, delivered))
+
+    async def _record_delivery(self, number: int, delivered: bool) -> None:
+        with suppress(QuartetError):
+            await self._on_thread(self._store.set_delivered, self.info.id, number, delivered)
+
+    async def _complete_choices(self, answer: Answer, call: Call) -> None:
+        await super()._complete_choices(answer, call)
+        number = self.num_requests
+        if not self._is_repeating:
+            request = SessionRequest(call.path, call.body)
+            done = await self._on_thread(self._store.append_request, self.info.id, number, request, self._seconds)
+            if not done:
+                raise self._outdated()
+        self._numbers[answer], self.num_requests = number, number + 1
+
+    def _ask(self, request: GenerationRequest) -> asyncio.Future[Trajectory]:
+        if self._is_repeating:
+            raise FailedPrecondition("a request has no recorded turn")
+        return super()._ask(request)
+
+    def _record(self, *arguments: Any) -> RecordedTurn:
+        try:
+            return super()._record(*arguments)
+        except FailedPrecondition:
+            raise self._outdated() from None
+
+    def _outdated(self) -> ProtocolError:
+        self.is_outdated = True
+        return ProtocolError(
+            409,
+            f"Session {self.info.id}: was continued or ended by another request at the same time; send this one again.",
+            "session_conflict",
+        )
+
+
+class _SessionRecords:
+    """The recorded turns of one session. See ``Records``."""
+
+    def __init__(self, store: TrafficStore, session: str) -> None:
+        self._store, self._session = store, session
+
+    def load(self, _: TrajectoryId) -> EpisodeRecord:
+        return self._store.load(self._session)[1]
+
+    def append(self, _: TrajectoryId, turn: RecordedTurn) -> bool:
+        return self._store.append_turn(self._session, turn)
+
+    def forget(self, _: Any) -> None:
+        """Do nothing: the store ends sessions."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _NoRecords:
+    """Records of a request that is not trained. See ``Records``."""
+
+    def load(self, _: TrajectoryId) -> EpisodeRecord:
+        return EpisodeRecord()
+
+    def append(self, _: TrajectoryId, __: RecordedTurn) -> bool:
+        return True
+
+    def forget(self, _: Any) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _set_result(future: asyncio.Future[Trajectory], turn: Trajectory) -> None:
+    if not future.done():
+        future.set_result(turn)
+
+
+def _set_error(future: asyncio.Future[Trajectory], error: QuartetError) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _is_id(text: str) -> bool:
+    allowed = all(character.isascii() and (character.isalnum() or character in "._:-") for character in text)
+    return 0 < len(text) <= MAX_ID_CHARACTERS and allowed
+
+
+def _shown(info: SessionInfo | None, id: str) -> dict[str, Any]:
+    """Return a session for a client. Raises ProtocolError if there is none."""
+    if info is None:
+        raise ProtocolError(
+            404,
+            f"Session {id[:MAX_ID_CHARACTERS]!r} does not exist. Its id is in the header X-Session-Id of its answers; it is "
+            "forgotten some days after its end.",
+            "session_not_found",
+        )
+    result: dict[str, Any] = {"id": info.id, "object": "session", "state": str(info.state), "requests": info.requests}
+    if info.reward is not None:
+        result["reward"] = info.reward
+    return result | ({"step": info.step} if info.step else {})
+
+
+def _has_ended(info: SessionInfo) -> ProtocolError:
+    return ProtocolError(
+        409, f"Session {info.id}: has ended ({info.state}); begin another one.", "session_ended", "X-Session-Id"
+    )
+
+
+def _reward(body: bytes) -> tuple[float, str]:
+    """Return the reward and the JSON of what is logged, from the body of a request. Raises ProtocolError."""
+    try:
+        given = from_json(body)
+    except ValueError as error:
+        raise invalid(f"body: {str(error)[:200]}; expected a JSON object") from None
+    if not isinstance(given, dict) or not {"reward"} <= given.keys() <= {"reward", "logged"}:
+        raise invalid('body: expected an object such as {"reward": 1.0}, with "logged" or without it')
+    reward, logged = given["reward"], given.get("logged") or {}
+    is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+    if not is_number or not -MAX_SETTING <= reward <= MAX_SETTING:
+        raise invalid("reward: expected a finite number", "reward", "invalid_value")
+    if not isinstance(logged, dict):
+        raise invalid("logged: expected an object of numbers, booleans and texts", "logged", "invalid_value")
+    return float(reward), json.dumps(cleaned(logged))
+
+
+def _unavailable() -> ProtocolError:
+    return ProtocolError(
+        503,
+        "The policy cannot answer at the moment, such as before its first weights or after a fault; send the request again.",
+        "unavailable",
+        headers={"retry-after": "2"},
+    )

@@ -1,0 +1,361 @@
+"""Sessions of users in Redis: what they asked, what the policy answered, their rewards, and the steps that train on them.
+
+A session is a hash with its requests and turns. It is written before an answer leaves, so any process that generates can continue
+it. A reward ends the session and puts it at the end of a queue, in one transaction. A trajectory of a step takes the first
+session of the queue, also in one transaction, and keeps it if it is generated again. So a session with a reward becomes exactly
+one trajectory. Once its step is committed, only its state is left.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from redis.exceptions import WatchError
+
+from quartet.buffer.connection import Redis, translate_errors
+from quartet.codec.turn_records import turn_from_bytes, turn_to_bytes
+from quartet.contract.trajectory import TrajectoryId
+from quartet.contract.turn_record import EpisodeRecord, RecordedTurn
+
+Result = TypeVar("Result")
+
+STATE_SECONDS = 7 * 86400
+"""Time for which the state of a session is kept after its end."""
+
+
+class SessionState(StrEnum):
+    """State of a session. Open: without a reward. Rewarded: in the queue. Taken: a trajectory of a step that is not committed."""
+
+    OPEN = "open"
+    REWARDED = "rewarded"
+    TAKEN = "taken"
+    TRAINED = "trained"
+    STALE = "stale"
+    EXPIRED = "expired"
+    DELETED = "deleted"
+    UNUSABLE = "unusable"
+
+
+ENDED = (SessionState.TRAINED, SessionState.STALE, SessionState.EXPIRED, SessionState.DELETED, SessionState.UNUSABLE)
+"""States of sessions of which only the state is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session as Redis has it.
+
+    ``number``: unique in the run, from 1; 0 after the end. ``owner``: digest of the key that opened it. ``requests``: number of
+    answered requests. ``step``: that of its trajectory, 0 before.
+    """
+
+    id: str
+    state: SessionState
+    number: int = 0
+    owner: str = ""
+    requests: int = 0
+    reward: float | None = None
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRequest:
+    """A request with an answer. ``path`` is that of its endpoint, ``delivered`` False if its client did not get the answer."""
+
+    path: str
+    body: bytes
+    delivered: bool = True
+
+
+class TrafficStore:
+    """The sessions of one run. Raises ServiceUnavailable if Redis cannot be reached, BufferFailed if it is full. Thread-safe."""
+
+    def __init__(self, client: Redis, url: str, run: str, lost: Callable[[], None] = lambda: None) -> None:
+        """``lost`` is called if a command cannot reach the server."""
+        self._client, self._url, self._lost = client, url, lost
+        self._prefix = f"quartet:{run}:traffic:"
+        self._queue, self._open = f"{self._prefix}rewarded", f"{self._prefix}open"
+
+    def info(self, id: str) -> SessionInfo | None:
+        """Return a session, None if there is none with this id."""
+        with self._translated():
+            names = ("state", "number", "owner", "requests", "reward", "step")
+            values: list[Any] = self._client.hmget(self._session(id), names)
+        state, number, owner, requests, reward, step = (None if value is None else value.decode() for value in values)
+        if state is None:
+            return None
+        return SessionInfo(
+            id,
+            SessionState(state),
+            int(number or 0),
+            owner or "",
+            int(requests or 0),
+            None if reward is None else float(reward),
+            int(step or 0),
+        )
+
+    def open(self, id: str, owner: str, seconds: float) -> SessionInfo:
+        """Open a session, or return the one that exists. It expires ``seconds`` after its last request."""
+        key = self._session(id)
+        with self._translated():
+            number: int = self._client.incr(f"{self._prefix}number")
+
+            def create(pipe: Any) -> None:
+                if not pipe.exists(key):
+                    pipe.multi()
+                    fields = {"state": SessionState.OPEN.value, "number": number, "owner": owner, "requests": 0}
+                    pipe.hset(key, mapping=fields)
+                    pipe.zadd(self._open, {id: time.time() + seconds})
+
+            self._transaction(create, key)
+        info = self.info(id)
+        assert info is not None
+        return info
+
+    def new_number(self) -> int:
+        """Return a number that no session of the run has."""
+        with self._translated():
+            number: int = self._client.incr(f"{self._prefix}number")
+        return number
+
+    def count_open(self) -> int:
+        """Return the number of sessions without a reward."""
+        with self._translated():
+            return int(self._client.zcard(self._open))
+
+    def count_rewarded(self) -> int:
+        """Return the number of sessions that wait for a step."""
+        with self._translated():
+            return int(self._client.llen(self._queue))
+
+    def append_turn(self, id: str, turn: RecordedTurn) -> bool:
+        """Record a turn. Return False if another one is recorded with its index, or the session is not open any more."""
+        key, name, value = self._session(id), f"turn/{turn.index}", turn_to_bytes(turn)
+
+        def write(pipe: Any) -> bool:
+            state, present = pipe.hmget(key, ("state", name))
+            if state != SessionState.OPEN.value.encode() or present not in (None, value):
+                return False
+            pipe.multi()
+            pipe.hset(key, name, value)
+            return True
+
+        with self._translated():
+            return self._transaction(write, key)
+
+    def append_request(self, id: str, number: int, request: SessionRequest, seconds: float) -> bool:
+        """Record request ``number``, from 0, whose turns are recorded. Return False if the session has gone on without it."""
+        key = self._session(id)
+
+        def write(pipe: Any) -> bool:
+            state, count = pipe.hmget(key, ("state", "requests"))
+            if state != SessionState.OPEN.value.encode() or int(count) != number:
+                return False
+            pipe.multi()
+            pipe.hset(key, mapping={f"request/{number}": request.path.encode() + b"\n" + request.body})
+            pipe.hset(key, "requests", number + 1)
+            pipe.zadd(self._open, {id: time.time() + seconds})
+            return True
+
+        with self._translated():
+            return self._transaction(write, key)
+
+    def set_delivered(self, id: str, number: int, delivered: bool) -> None:
+        """Record whether the client got the answer to request ``number``. Has no effect after the reward."""
+        key = self._session(id)
+
+        def write(pipe: Any) -> None:
+            if pipe.hget(key, "state") == SessionState.OPEN.value.encode():
+                pipe.multi()
+                pipe.hdel(key, f"lost/{number}") if delivered else pipe.hset(key, f"lost/{number}", 1)
+
+        with self._translated():
+            self._transaction(write, key)
+
+    def load(self, id: str) -> tuple[list[SessionRequest], EpisodeRecord]:
+        """Return the requests of a session, and its turns. Raises InvalidRequest if a turn is damaged."""
+        with self._translated():
+            fields: Mapping[Any, Any] = self._client.hgetall(self._session(id))
+        requests: list[SessionRequest] = []
+        while (value := fields.get(f"request/{len(requests)}".encode())) is not None:
+            path, _, body = value.partition(b"\n")
+            requests.append(SessionRequest(path.decode(), body, f"lost/{len(requests)}".encode() not in fields))
+        turns: list[RecordedTurn] = []
+        while (value := fields.get(f"turn/{len(turns)}".encode())) is not None:
+            turns.append(turn_from_bytes(value))
+        return requests, EpisodeRecord(tuple(turns))
+
+    def spoil(self, id: str) -> None:
+        """Take note that a session cannot be trained, whatever its state is, because its turns are not those of its weights."""
+        key = self._session(id)
+
+        def write(pipe: Any) -> None:
+            if pipe.exists(key):
+                pipe.multi()
+                pipe.hset(key, "spoiled", 1)
+
+        with self._translated():
+            self._transaction(write, key)
+
+    def is_spoiled(self, id: str) -> bool:
+        """Return whether ``spoil`` was called for a session."""
+        with self._translated():
+            return bool(self._client.hexists(self._session(id), "spoiled"))
+
+    def give_reward(self, id: str, reward: float, logged: str = "") -> SessionInfo | None:
+        """End a session with its reward, unless it has ended. Return it as it is then, None if there is none with this id.
+
+        ``logged``: JSON for the records of the run.
+        """
+        key = self._session(id)
+
+        def write(pipe: Any) -> None:
+            state, requests = pipe.hmget(key, ("state", "requests"))
+            if state == SessionState.OPEN.value.encode() and int(requests):
+                pipe.multi()
+                pipe.hset(key, mapping={"state": SessionState.REWARDED.value, "reward": repr(reward), "logged": logged})
+                pipe.rpush(self._queue, id)
+                pipe.zrem(self._open, id)
+
+        with self._translated():
+            self._transaction(write, key)
+        return self.info(id)
+
+    def logged(self, id: str) -> str:
+        """Return the JSON that came with the reward, "" without any."""
+        with self._translated():
+            value: Any = self._client.hget(self._session(id), "logged")
+        return (value or b"").decode()
+
+    def taken(self, step: int) -> dict[str, str]:
+        """Return the sessions that are trajectories of a step, by PROMPT/SAMPLE."""
+        with self._translated():
+            fields: Mapping[Any, Any] = self._client.hgetall(self._step(step))
+        return {name.decode(): value.decode() for name, value in fields.items()}
+
+    def take(self, trajectory: TrajectoryId) -> str | None:
+        """Return the session of a trajectory: the one that it has, or the first of the queue. None if the queue is empty."""
+        steps, name = self._step(trajectory.step), f"{trajectory.prompt}/{trajectory.sample}"
+
+        def write(pipe: Any) -> bytes | None:
+            earlier: bytes | None = pipe.hget(steps, name)
+            first: bytes | None = pipe.lindex(self._queue, 0)
+            if earlier is not None or first is None:
+                return earlier
+            pipe.multi()
+            pipe.lpop(self._queue)
+            pipe.hset(steps, name, first)
+            pipe.hset(
+                self._session(first.decode()),
+                mapping={"state": SessionState.TAKEN.value, "step": trajectory.step},
+            )
+            return first
+
+        with self._translated():
+            id = self._transaction(write, steps, self._queue)
+        return None if id is None else id.decode()
+
+    def drop(self, trajectory: TrajectoryId, id: str, state: SessionState) -> None:
+        """End a session that cannot be trained, so that its trajectory takes another one."""
+        with self._translated(), self._client.pipeline(transaction=True) as pipe:
+            pipe.hdel(self._step(trajectory.step), f"{trajectory.prompt}/{trajectory.sample}")
+            self._end(pipe, id, {"state": state.value})
+            pipe.execute()
+
+    def delete(self, id: str) -> SessionInfo | None:
+        """Delete what a session has, unless a step has taken it. Return it as it is then, None if there is none."""
+        key = self._session(id)
+
+        def write(pipe: Any) -> None:
+            if (pipe.hget(key, "state") or b"").decode() in (SessionState.OPEN, SessionState.REWARDED):
+                pipe.multi()
+                pipe.lrem(self._queue, 0, id)
+                pipe.zrem(self._open, id)
+                self._end(pipe, id, {"state": SessionState.DELETED.value})
+
+        with self._translated():
+            self._transaction(write, key, self._queue)
+        return self.info(id)
+
+    def expire(self) -> None:
+        """End the sessions whose time is over."""
+        with self._translated():
+            ids: Iterable[Any] = self._client.zrangebyscore(self._open, 0, time.time(), 0, 1000)
+            for each in ids:
+                id = each.decode()
+
+                def write(pipe: Any, id: str = id) -> None:
+                    late = (pipe.zscore(self._open, id) or time.time()) <= time.time()
+                    if late and pipe.hget(self._session(id), "state") == SessionState.OPEN.value.encode():
+                        pipe.multi()
+                        pipe.zrem(self._open, id)
+                        self._end(pipe, id, {"state": SessionState.EXPIRED.value})
+
+                self._transaction(write, self._session(id), self._open)
+
+    def forget_step(self, step: int) -> None:
+        """Keep only the state of the sessions that a step has trained on. Call it after its commit."""
+        for id in self.taken(step).values():
+            info = self.info(id)
+            with self._translated(), self._client.pipeline(transaction=True) as pipe:
+                fields = {"state": SessionState.TRAINED.value, "step": step, "requests": info.requests if info else 0}
+                self._end(
+                    pipe, id, fields | ({"reward": repr(info.reward)} if info and info.reward is not None else {})
+                )
+                pipe.execute()
+        with self._translated():
+            self._client.unlink(self._step(step))
+
+    def forget_before(self, first: int) -> None:
+        """Do ``forget_step`` for all steps before ``first``."""
+        prefix = f"{self._prefix}step:"
+        with self._translated():
+            names = [
+                key.decode().removeprefix(prefix) for key in self._client.scan_iter(match=f"{prefix}*", count=1000)
+            ]
+        for step in sorted(int(name) for name in names if name.isdecimal() and int(name) < first):
+            self.forget_step(step)
+
+    def forget_all(self) -> None:
+        """Do nothing: what users did is no product of the weights, and cannot be made again."""
+
+    def _end(self, pipe: Any, id: str, fields: Mapping[str, Any]) -> None:
+        """Add the commands that leave only the state of a session."""
+        key = self._session(id)
+        pipe.delete(key)
+        pipe.hset(key, mapping=dict(fields))
+        pipe.expire(key, STATE_SECONDS)
+
+    def _session(self, id: str) -> str:
+        return f"{self._prefix}session:{id}"
+
+    def _step(self, step: int) -> str:
+        return f"{self._prefix}step:{step}"
+
+    def _transaction(self, queue: Callable[[Any], Result], *keys: str) -> Result:
+        """Execute the commands that ``queue`` adds, and return its result. Repeat if one of the ``keys`` changed meanwhile.
+
+        A response that was lost leads to a second attempt, which sees what the first one did.
+        """
+        with self._client.pipeline() as pipe:
+            while True:
+                pipe.watch(*keys)  # type: ignore[no-untyped-call]
+                result = queue(pipe)
+                try:
+                    pipe.execute()
+                except WatchError:
+                    continue
+                return result
+
+    def _translated(self) -> Any:
+        return translate_errors(self._url, self._lost)
+
+
+def logged_of(text: str) -> dict[str, Any]:
+    """Return what came with a reward for the records of the run, from its JSON."""
+    logged: dict[str, Any] = json.loads(text) if text else {}
+    return logged

@@ -1,0 +1,124 @@
+"""`quartet serve`: answer users with the policy of a run, and train it on the sessions that get a reward."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import yaml
+
+from quartet.buffer.redis_url import environment_overrides
+from quartet.cli.console import make_console
+from quartet.cli.start_run import run
+from quartet.config.loading import load_config
+from quartet.config.root import Config
+from quartet.errors import ConfigError
+from quartet.run_directory.run_files import RunFiles
+from quartet.run_directory.selection import run_files
+from quartet.system.durable_files import storage_errors, write_durably
+
+console = make_console()
+
+FOLDER, CONFIG = "serve", "config.yaml"
+VIEWERS, OPERATORS = "viewers.keys", "operators.keys"
+STEPS, GENERATE_SECONDS = 1_000_000, 86400
+MAX_TURNS, MAX_OFF_POLICY_STEPS = 16, 4
+"""Settings of a config for traffic, if the run has no others."""
+KEPT = (
+    "actor",
+    "critic",
+    "reference",
+    "checkpoint",
+    "services",
+    "buffer",
+    "security",
+    "gateway",
+    "timeouts",
+    "recovery",
+)
+"""Sections that traffic takes from the run."""
+
+
+def serve(given: Path, listen: str, overrides: list[str]) -> None:
+    """Serve the policy of a run at ``listen`` until Ctrl-C. Its folder `serve` has the config and the keys, written once.
+
+    Raises ConfigError if the run has no policy, and as ``run``.
+    """
+    files = run_files(given)
+    folder = files.root / FOLDER
+    path = folder / CONFIG
+    if not path.exists():
+        before = load_config(files.config)
+        if files.policy_step() is None:
+            raise ConfigError(
+                f"run {files.root}: has no policy yet; wait for its end, or let it save one (checkpoint.every_steps)"
+            )
+        with storage_errors(folder):
+            folder.mkdir(exist_ok=True)
+            for name in (VIEWERS, OPERATORS):
+                (folder / name).touch(mode=0o600)
+                (folder / name).write_text(f"{secrets.token_urlsafe(32)}\n", encoding="utf-8")
+            write_durably(
+                path, yaml.safe_dump(traffic_tree(before, files, listen), sort_keys=False, allow_unicode=True)
+            )
+        console.print(f"config: {path}", soft_wrap=True)
+    config = load_config(path, [f"environment.agent.listen={listen}", *overrides, *environment_overrides()])
+    scheme = "http" if config.security.certificates is None else "https"
+    console.print(
+        f"endpoint: {scheme}://{config.environment.agent.listen}/v1, model {config.run.name}\n"
+        f"keys: {config.environment.traffic.viewer_keys_file} for users, "
+        f"{config.environment.traffic.operator_keys_file} for rewards",
+        soft_wrap=True,
+    )
+    resumes = RunFiles(config.run_directory).last_step() > 0
+    run(config, overwrite=False, resume=resumes)
+    console.print(f"to serve further steps: quartet serve {quote(str(given))} --set run.steps=N", soft_wrap=True)
+
+
+def traffic_tree(config: Config, files: RunFiles, listen: str) -> dict[str, Any]:
+    """Return the config that serves the policy of a run, and trains it: that of the run, as far as traffic can have it."""
+    old: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True)
+    tree: dict[str, Any] = {name: old[name] for name in KEPT if name in old}
+    spec, rollout, data = config.algorithm.estimator_spec, old.get("rollout", {}), old.get("data", {})
+    fits = not (spec.uses_groups or spec.needs_greedy_baseline) and not config.algorithm.distillation
+    ungrouped = ("samples_per_prompt", "extra_samples", "dynamic_sampling", "max_sampling_rounds", "max_turn_tokens")
+    tree["run"] = {
+        **old.get("run", {}),
+        "name": f"{config.run.name}-{FOLDER}",
+        "directory": str(files.root.parent),
+        "steps": STEPS,
+    }
+    tree["data"] = {
+        name: data[name] for name in ("max_prompt_tokens", "tools", "documents", "chat_template_kwargs") if name in data
+    }
+    tree["algorithm"] = old.get("algorithm", {}) if fits else {"estimator": "reinforce_plus_plus"}
+    tree["rollout"] = {
+        **{name: value for name, value in rollout.items() if name not in ungrouped},
+        "samples_per_prompt": 1,
+        "max_turns": config.rollout.max_turns or MAX_TURNS,
+        "generators": max(1, config.rollout.generators) if not config.services.generators else 0,
+        "max_off_policy_steps": config.rollout.max_off_policy_steps or MAX_OFF_POLICY_STEPS,
+        "in_flight_updates": True,
+    }
+    tree["actor"] = {**tree.get("actor", {}), "model": str(files.policy)}
+    tree["reward"] = {"source": "none", "model": None}
+    tree["environment"] = {
+        "kind": "traffic",
+        "agent": {"listen": listen},
+        "traffic": {
+            "viewer_keys_file": str(files.root / FOLDER / VIEWERS),
+            "operator_keys_file": str(files.root / FOLDER / OPERATORS),
+        },
+    }
+    if config.environment.chat_template is not None:
+        tree["environment"]["chat_template"] = str(config.environment.chat_template)
+    tree["checkpoint"] = {**tree.get("checkpoint", {}), "best_metric": None}
+    tree["checkpoint"]["every_steps"] = tree["checkpoint"].get("every_steps") or 10
+    tree["timeouts"] = {**tree.get("timeouts", {}), "generate_seconds": GENERATE_SECONDS}
+    if not config.has_critic or not fits:
+        tree.pop("critic", None)
+    tree.get("services", {}).pop("environment", None)
+    tree.get("services", {}).pop("reward", None)
+    return tree

@@ -1,0 +1,362 @@
+"""Training on the sessions of users: each one with a reward is trained exactly once, whatever process is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+
+from quartet.services.generator import factory
+from quartet.services.generator.sessions.traffic import TrafficSessions
+from tests.training.conftest import MakeConfig
+from tests.training.generator_runs import Generators, active_run_with_generators
+from tests.training.runs import ActiveRun, Run, wait_for
+from tests.waiting import LIMIT
+
+TEMPLATE = "{% for message in messages %}{{ message.content }};{% endfor %}"
+VIEWER = "viewer-0123456789ab"  # pragma: allowlist secret
+OTHER = "viewer-abcdefghijkl"  # pragma: allowlist secret
+OPERATOR = "operator-0123456789ab"  # pragma: allowlist secret
+STEPS, SESSIONS = 4, 4
+"""Steps of a run, and sessions of a step."""
+
+
+@dataclass
+class Endpoint:
+    """The servers of all generators that have started, the newest one last, and a run with them."""
+
+    servers: list[TrafficSessions] = field(default_factory=list)
+    active: ActiveRun | None = None
+    generators: Generators | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
+    answers: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def model(self) -> str:
+        assert self.active is not None
+        return self.active.config.run.name
+
+    def url(self, number: int = -1) -> str:
+        return f"http://{self.servers[number]._server.address}/v1"
+
+    def client(self, key: str = VIEWER, number: int = -1, **settings: Any) -> openai.OpenAI:
+        return openai.OpenAI(api_key=key, base_url=self.url(number), **{"max_retries": 0, "timeout": LIMIT, **settings})
+
+    def request(self, method: str, path: str, key: str = OPERATOR, **arguments: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.request(method, f"{self.url()}{path}", headers=headers, timeout=LIMIT, **arguments)
+
+    def ask(self, session: str | None, *texts: str, key: str = VIEWER, number: int = -1, **fields: Any) -> Any:
+        """Send the texts of a conversation, those of the user and the policy in turn, and return the response."""
+        roles = ("user", "assistant")
+        messages: Any = [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
+        headers = {} if session is None else {"x-session-id": session}
+        with self.client(key, number) as client:
+            create = client.chat.completions.create
+            result = create(model=self.model, messages=messages, extra_headers=headers, **fields)
+            return list(result) if fields.get("stream") else result
+
+    def reward(self, session: str, reward: Any, **fields: Any) -> httpx.Response:
+        return self.request("POST", f"/sessions/{session}/reward", json={"reward": reward, **fields})
+
+    def state(self, session: str) -> str:
+        return str(self.request("GET", f"/sessions/{session}").json()["state"])
+
+    def converse(self, session: str, turns: int) -> None:
+        """Hold a conversation to its end, and give its reward. Each turn goes to the next server, and again if it fails."""
+        texts, answers = ["ab"], list[str]()
+        for turn in range(turns):
+            for attempt in count():
+                try:
+                    answer = self.ask(session, *texts, number=-1 - (turn + attempt) % 2)
+                except openai.APIError:
+                    assert attempt < 200
+                    threading.Event().wait(0.05)
+                    continue
+                break
+            answers.append(answer.choices[0].message.content or "")
+            texts += [answers[-1], "cd"]
+        reward = float(len(self.rewards) % 5)
+        for attempt in count():
+            try:
+                response = self.reward(session, reward)
+            except httpx.HTTPError:
+                response = None
+            if response is not None and response.status_code == 200:
+                break
+            assert attempt < 200, response
+            threading.Event().wait(0.05)
+        self.answers[session], self.rewards[session] = answers, reward
+
+
+@pytest.fixture(scope="module")
+def settings(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Return a function that returns a config of a run with traffic, with changes."""
+    folder = tmp_path_factory.mktemp("traffic")
+    for name, text in {"template": TEMPLATE, "viewers": f"{VIEWER}\n{OTHER}\n", "operators": OPERATOR}.items():
+        (folder / name).write_text(text)
+
+    def config(traffic: dict[str, Any] | None = None, **changes: Any) -> Any:
+        tree: dict[str, Any] = {
+            "run": {"steps": STEPS},
+            "data": {"prompts": None, "max_prompt_tokens": 60},
+            "rollout": {
+                "prompts_per_step": SESSIONS,
+                "max_turns": 4,
+                "max_turn_tokens": 5,
+                "max_response_tokens": 60,
+                "generators": 1,
+                "max_off_policy_steps": 4,
+                "in_flight_updates": True,
+            },
+            "checkpoint": {"every_steps": 2},
+            "reward": {"source": "none", "model": None},
+            "environment": {
+                "kind": "traffic",
+                "chat_template": str(folder / "template"),
+                "traffic": {
+                    "viewer_keys_file": str(folder / "viewers"),
+                    "operator_keys_file": str(folder / "operators"),
+                    "requests_per_minute": 100_000,
+                    **(traffic or {}),
+                },
+            },
+            "recovery": {"backoff_seconds": 0.01},
+        }
+        return make(**{name: {**tree.get(name, {}), **changes.get(name, {})} for name in {*tree, *changes}})
+
+    return config
+
+
+@pytest.fixture(scope="module")
+def start(settings: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Return a function that returns a context with the endpoint of a run."""
+
+    @contextmanager
+    def started(count: int = 1, traffic: dict[str, Any] | None = None, **changes: Any) -> Iterator[Endpoint]:
+        endpoint, create = Endpoint(), factory.traffic_sessions
+
+        def traffic_sessions(*arguments: Any) -> Any:
+            result = create(*arguments)
+            if result is not None:
+                endpoint.servers.append(result)
+            return result
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(factory, "traffic_sessions", traffic_sessions)
+            with active_run_with_generators(settings(traffic, **changes), count) as (active, generators):
+                endpoint.active, endpoint.generators = active, generators
+                wait_for(active, lambda: _has_weights(endpoint))
+                yield endpoint
+                active.control.stop()
+
+    return started
+
+
+def _has_weights(endpoint: Endpoint) -> bool:
+    try:
+        endpoint.ask(None, "ab", store=False)
+    except openai.InternalServerError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def waiting(start: Callable[..., Any]) -> Iterator[Endpoint]:
+    """A run whose first step waits for more sessions than the tests end."""
+    with start(rollout={"prompts_per_step": 512}) as endpoint:
+        yield endpoint
+
+
+def test_a_session_continues_with_the_ids_that_were_generated(waiting: Endpoint) -> None:
+    first = waiting.ask("chat", "ab")
+    assert first.session_id == "chat"
+    text = first.choices[0].message.content
+    second = waiting.ask("chat", "ab", text, "cd")
+    # One sequence: the ids of the first answer, and those of ";cd;" after it.
+    expected = first.usage.prompt_tokens + first.usage.completion_tokens + 4
+    assert second.usage.prompt_tokens in (expected, expected - 1)
+    assert waiting.request("GET", "/sessions/chat").json() == {
+        "id": "chat",
+        "object": "session",
+        "state": "open",
+        "requests": 2,
+    }
+
+
+def test_a_request_without_an_id_opens_a_session_that_its_answer_names(waiting: Endpoint) -> None:
+    with waiting.client() as client:
+        raw = client.completions.with_raw_response.create(model=waiting.model, prompt="ab", max_tokens=3)
+    session = raw.headers["x-session-id"]
+    assert raw.parse().session_id == session  # type: ignore[attr-defined]
+    assert waiting.state(session) == "open"
+    assert waiting.reward(session, 0.5).json() == {
+        "id": session,
+        "object": "session",
+        "state": "rewarded",
+        "requests": 1,
+        "reward": 0.5,
+    }
+
+
+def test_streams_name_their_session(waiting: Endpoint) -> None:
+    chunks = waiting.ask("streamed", "ab", stream=True)
+    assert {chunk.session_id for chunk in chunks} == {"streamed"}
+
+
+def test_a_request_with_store_false_leaves_nothing_behind(waiting: Endpoint) -> None:
+    answer = waiting.ask("private", "ab", store=False)
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert waiting.request("GET", "/sessions/private").status_code == 404
+    waiting.ask("mixed", "ab")
+    waiting.ask("mixed", "secret", store=False)
+    assert waiting.request("GET", "/sessions/mixed").json()["requests"] == 1
+
+
+def test_keys_of_viewers_give_no_rewards_and_see_no_sessions(waiting: Endpoint) -> None:
+    waiting.ask("guarded", "ab")
+    for method, path in (("POST", "/reward"), ("GET", ""), ("DELETE", "")):
+        response = waiting.request(method, f"/sessions/guarded{path}", VIEWER, content='{"reward": 1}')
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "permission_denied")
+    response = waiting.request("GET", "/models", "wrong")
+    assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert waiting.request("GET", "/models", VIEWER).json()["data"][0]["id"] == waiting.model
+
+
+def test_users_do_not_see_sessions_of_other_keys(waiting: Endpoint) -> None:
+    waiting.ask("mine", "ab")
+    with pytest.raises(openai.ConflictError, match="another key"):
+        waiting.ask("mine", "ab", key=OTHER)
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b"", "expected a JSON object"),
+        (b"[1]", "expected an object such as"),
+        (b'{"reward": "1"}', "expected a finite number"),
+        (b'{"reward": true}', "expected a finite number"),
+        (b'{"reward": NaN}', "expected a finite number"),
+        (b'{"reward": 1, "step": 2}', "expected an object such as"),
+        (b'{"reward": 1, "logged": [1]}', "expected an object of numbers"),
+    ],
+)
+def test_a_malformed_reward_changes_nothing(waiting: Endpoint, body: bytes, problem: str) -> None:
+    session = waiting.ask(None, "ab").session_id
+    response = waiting.request("POST", f"/sessions/{session}/reward", content=body)
+    assert response.status_code == 400
+    assert problem in response.json()["error"]["message"]
+    assert waiting.state(session) == "open"
+
+
+def test_a_session_has_one_reward_and_ends_with_it(waiting: Endpoint) -> None:
+    waiting.ask("ended", "ab")
+    assert waiting.reward("ended", 1).status_code == waiting.reward("ended", 1.0).status_code == 200
+    assert waiting.reward("ended", 2).json()["error"]["code"] == "session_ended"
+    with pytest.raises(openai.ConflictError, match="begin another one"):
+        waiting.ask("ended", "ab")
+    assert waiting.reward("never", 1).status_code == 404
+
+
+def test_a_deleted_session_is_gone(waiting: Endpoint) -> None:
+    waiting.ask("withdrawn", "ab")
+    assert waiting.request("DELETE", "/sessions/withdrawn").json()["state"] == "deleted"
+    assert waiting.reward("withdrawn", 1).json()["error"]["code"] == "session_ended"
+
+
+@pytest.mark.parametrize("id", ["", "a b", "é", "x" * 129, "a/b"])
+def test_an_unusable_id_is_refused(waiting: Endpoint, id: str) -> None:
+    headers = {"authorization": f"Bearer {VIEWER}", "x-session-id": id.encode()}
+    body = {"model": waiting.model, "prompt": "ab"}
+    response = httpx.post(f"{waiting.url()}/completions", headers=headers, json=body, timeout=LIMIT)
+    assert response.status_code == 400
+    assert "X-Session-Id" in response.json()["error"]["message"]
+
+
+def test_concurrent_requests_of_many_sessions_are_all_answered(waiting: Endpoint) -> None:
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(lambda number: waiting.ask(f"many-{number}", "ab"), range(32)))
+    assert {answer.session_id for answer in answers} == {f"many-{number}" for number in range(32)}
+
+
+def test_too_many_requests_and_sessions_get_a_429(start: Callable[..., Any]) -> None:
+    limits = {"requests_per_minute": 12, "max_sessions": 2}
+    with start(traffic=limits, rollout={"prompts_per_step": 512}) as endpoint:
+        for id in ("a", "b"):
+            endpoint.ask(id, "ab", key=OTHER)
+        with pytest.raises(openai.RateLimitError, match="wait for a reward") as refused:
+            endpoint.ask("c", "ab", key=OTHER)
+        assert int(refused.value.response.headers["retry-after"]) > 0
+        # Those that are open continue.
+        endpoint.ask("a", "ab", key=OTHER)
+        with ThreadPoolExecutor(4) as threads:
+            requests = [threads.submit(endpoint.ask, "a", "ab", store=False, key=OTHER) for _ in range(12)]
+        assert any("More than 12 requests" in str(request.exception()) for request in requests)
+        assert endpoint.state("a") == "open"
+
+
+def trained(run: Run) -> list[dict[str, Any]]:
+    """Return the trajectories of all steps, in order, and check their versions."""
+    rows = [row for step in range(1, STEPS + 1) for row in run.trajectories(step)]
+    for row in rows:
+        assert row["policy_version"] < int(row["id"].split("/")[1])
+    return rows
+
+
+def test_sessions_are_trained_once_although_generator_and_actor_are_lost(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start(2) as endpoint:
+        stop = threading.Event()
+
+        def users(number: int) -> None:
+            for index in count():
+                if stop.is_set():
+                    return
+                endpoint.converse(f"user-{number}-{index}", 1 + index % 3)
+
+        threads = [threading.Thread(target=users, args=[number]) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        addresses = endpoint.generators.addresses
+        for step, address in ((1, addresses[0]), (2, addresses[1])):
+            wait_for(endpoint.active, lambda step=step: endpoint.active.board.current().step >= step)
+            endpoint.generators.replace(address)
+        run = endpoint.active.finish()
+        stop.set()
+        for thread in threads:
+            thread.join(LIMIT)
+        rows = trained(run)
+        sessions = [row["logged"]["session"] for row in rows]
+        assert len(set(sessions)) == len(sessions) == STEPS * SESSIONS
+        for row in rows:
+            session = row["logged"]["session"]
+            assert row["score"] == endpoint.rewards[session]
+            branches = [row, *row.get("further_branches", [])]
+            policy = [each for branch in branches for each in branch["segments"] if each["role"] == "policy"]
+            assert len(policy) == len(endpoint.answers[session])
+        left = {id for id in endpoint.rewards if id not in sessions}
+        assert {endpoint.state(id) for id in left} <= {"rewarded", "stale", "taken"}
+    assert run.code == 0, run.progress.error
+
+
+def test_a_session_that_is_too_old_is_not_trained(start: Callable[..., Any]) -> None:
+    with start(rollout={"max_off_policy_steps": 1}) as endpoint:
+        endpoint.ask("old", "ab")
+        for number in range(3 * SESSIONS):
+            endpoint.converse(f"new-{number}", 1)
+        wait_for(endpoint.active, lambda: endpoint.active.board.current().step >= 3)
+        assert endpoint.reward("old", 100.0).status_code == 200
+        for number in range(SESSIONS):
+            endpoint.converse(f"newer-{number}", 1)
+        run = endpoint.active.finish()
+        assert endpoint.state("old") == "stale"
+    assert "old" not in {row["logged"]["session"] for row in trained(run)}
