@@ -222,6 +222,11 @@ class Session:
         """Answer no further requests."""
         self._is_over = True
 
+    async def settled(self) -> None:
+        """Wait until no turn is generated or recorded. Call ``refuse`` first."""
+        async with self._lock:
+            pass
+
     async def result(self, reward: float | None, generator: str) -> Trajectory | None:
         """Return the trajectory after the end of the agent, once no turn is generated. None if it got no answer.
 

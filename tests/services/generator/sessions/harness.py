@@ -180,7 +180,7 @@ class Rig:
     ) -> list[Trajectory]:
         """Generate the episodes of ``batch`` and return them, ordered by id. Raises the first error of an agent."""
         finished: list[Trajectory] = []
-        agents, self.turns = Agents(agent), Counter()
+        agents, counted = Agents(agent), Counter[str]()
         self.agents = agents
 
         def generate_turns(prompts: Sequence[GenerationRequest], turns: TurnSource) -> Iterator[Trajectory]:
@@ -198,9 +198,10 @@ class Rig:
                 generate_turns,
                 finished.append,
                 cancelled,
-                self.turns,
+                counted,
             )
         finally:
+            self.turns = Counter(counted)
             agents.close()
         return sorted(finished, key=lambda trajectory: trajectory.id)
 

@@ -388,6 +388,32 @@ class Refusal:
         return bool(self._records.append(id, turn))
 
 
+def test_a_call_ends_after_the_turns_that_are_being_recorded(rig: Rig, run: str) -> None:
+    """The next call would generate them again otherwise."""
+    records, recording, go = rig.records, threading.Event(), threading.Event()
+
+    class Slow(Refusal):
+        def append(self, id: Any, turn: Any) -> bool:
+            recording.set()
+            assert go.wait(20)
+            return bool(self._records.append(id, turn))
+
+    rig.records = lambda batch: Slow(records(batch), None)
+
+    def watch() -> None:
+        wait_until(lambda: rig.agents is not None and rig.agents.cancelled == 1)
+        go.set()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    batch = rig.batch(run, limit=300)
+    with pytest.raises(Cancelled):
+        rig.play(batch, lambda start: dialogue(start, 1), recording.is_set)
+    thread.join()
+    assert rig.turns == {"generated": 1}
+    assert len(records(batch).load(batch.requests[0].id).turns) == 1
+
+
 @pytest.mark.parametrize("error", [BufferFailed("the buffer is full"), None])
 def test_an_answer_that_cannot_be_recorded_does_not_leave(rig: Rig, run: str, error: Exception | None) -> None:
     records, answers = rig.records, list[Any]()
