@@ -74,7 +74,7 @@ def serve(given: Path, listen: str, overrides: list[str]) -> None:
     )
     resumes = RunFiles(config.run_directory).last_step() > 0
     run(config, overwrite=False, resume=resumes)
-    console.print(f"to serve further steps: quartet serve {quote(str(given))} --set run.steps=N", soft_wrap=True)
+    console.print(f"to serve it again: quartet serve {quote(str(given))}", soft_wrap=True)
 
 
 def traffic_tree(config: Config, files: RunFiles, listen: str) -> dict[str, Any]:

@@ -96,7 +96,9 @@ def count_prompts(config: Config) -> int:
 
 
 def _needed(config: Config) -> list[int]:
-    """Return how many prompts a step needs at most of data.prompts, or of each of data.sets."""
+    """Return how many prompts a step needs at most of data.prompts, or of each of data.sets; none if users send them."""
+    if config.has_traffic:
+        return []
     weights = [each.weight for each in config.data.sets] or [1.0]
     return max_parts(shares_of_rest(weights), config.rollout.prompts_per_step)
 
