@@ -246,9 +246,8 @@ class Generator:
 
         Raises FailedPrecondition without weights, WeightsChanged, and the error of the engine.
         """
-        traffic, engine = self.traffic, self._engine
+        traffic = self.traffic
         assert traffic is not None
-        assert isinstance(engine, TurnEngine)
         with self._generating:
             with self._loading:
                 held = self._held
@@ -268,9 +267,7 @@ class Generator:
             start = time.perf_counter()
             traffic.turns.begin(stops)
             try:
-                for response in engine.generate_turns(
-                    traffic.longest_requests(), batch.sampling, batch.seed, cancelled, traffic.turns
-                ):
+                for response in self._answers(traffic, cancelled):
                     traffic.turns.finish(self._trajectory(response, batch))
                 self._attest(batch, time.perf_counter() - start)
                 traffic.take_served()
@@ -283,6 +280,19 @@ class Generator:
                     self._held, self._loaded = None, b""
                 self._serving_failure = error if isinstance(error, QuartetError) else ServiceFailed(str(error))
                 raise
+
+    def _answers(self, traffic: TrafficSessions, cancelled: Callable[[], bool]) -> Iterator[EngineResponse]:
+        """Yield the turns that users wait for."""
+        engine, turns = self._engine, traffic.turns
+        if isinstance(engine, TurnEngine):
+            yield from engine.generate_turns(
+                traffic.longest_requests(), traffic.sampling, traffic.seed, cancelled, turns
+            )
+            return
+        # Those that arrive meanwhile wait for the end of those before them.
+        while turns.open:
+            if requests := turns.take(wait=True):
+                yield from engine.generate(requests, traffic.sampling, traffic.seed, cancelled)
 
     def _take_sessions(
         self,

@@ -14,7 +14,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from quartet.services.generator import factory
+from quartet.services.generator import factory, generator
 from quartet.services.generator.sessions.traffic import TrafficSessions
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import Generators, active_run_with_generators
@@ -285,6 +285,18 @@ def test_concurrent_requests_of_many_sessions_are_all_answered(waiting: Endpoint
     with ThreadPoolExecutor(16) as threads:
         answers = list(threads.map(lambda number: waiting.ask(f"many-{number}", "ab"), range(32)))
     assert {answer.session_id for answer in answers} == {f"many-{number}" for number in range(32)}
+
+
+def test_an_engine_that_takes_no_requests_in_between_answers_users_in_batches(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class TakesTurns:
+        """A class that the engine is not of."""
+
+    monkeypatch.setattr(generator, "TurnEngine", TakesTurns)
+    with start(rollout={"prompts_per_step": 512}) as endpoint, ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(lambda number: endpoint.ask(f"batched-{number}", "ab"), range(8)))
+        assert len({answer.session_id for answer in answers}) == 8
 
 
 def test_too_many_requests_and_sessions_get_a_429(start: Callable[..., Any]) -> None:
