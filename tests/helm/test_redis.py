@@ -22,9 +22,13 @@ from quartet.buffer.embedded_redis import EmbeddedRedis, find_server
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.lease import Lease
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.buffer.traffic import SessionRequest, SessionState, TrafficStore
+from quartet.buffer.turn_records import TurnRecordStore
+from quartet.contract.trajectory import TrajectoryId
 from quartet.errors import ConfigError, FailedPrecondition, LeadershipConflict, ServiceUnavailable
 from quartet.system.child_processes import tied_to_parent
 from tests.buffer.samples import experience, trajectory
+from tests.buffer.test_turn_records import batch, reply, turn
 from tests.every_case import every_case
 from tests.helm.rendering import EXAMPLES, Values, changed, example, manifests, of_kind
 from tests.waiting import LIMIT
@@ -138,7 +142,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 def use_like_a_run(server: RedisServer, run: str = RUN) -> None:
-    """Execute all buffer operations of actor, critic, orchestrator and gateway."""
+    """Execute all buffer operations of actor, critic, generators, orchestrator and gateway."""
     client = server.client()
     wait_for_server(client, server.url, 5)
     lease = Lease(client, server.url, run, min_epoch=5, owner="first")
@@ -169,10 +173,56 @@ def use_like_a_run(server: RedisServer, run: str = RUN) -> None:
     store.discard([1])
     store.keep_only([3])
     assert store.steps() == [3]
+    _record_turns(TurnRecordStore(client, server.url, run), run)
+    _answer_users(TrafficStore(client, server.url, run), run)
     # The gateway reads the memory usage.
     assert int(client.info("memory")["used_memory"]) > 0
     successor.release()
     client.close()
+
+
+def _record_turns(store: TurnRecordStore, run: str) -> None:
+    """Execute all operations on the turns of episodes."""
+    records, id = store.records_of(batch(run)), TrajectoryId(run, 3, 0, 0)
+    assert records.append(id, turn(0))
+    assert records.append_reply(id, 0, replace(reply(0), state="s"))
+    assert not records.append(id, turn(0, 9))
+    assert len(records.load(id).turns) == 1
+    # Those of other settings are dropped.
+    assert store.records_of(replace(batch(run), seed=10)).load(id).turns == ()
+    records.forget([id])
+    store.forget_step(3)
+    records.append(id, turn(0))
+    store.forget_all()
+
+
+def _answer_users(store: TrafficStore, run: str) -> None:
+    """Execute all operations on the sessions of users."""
+    for id in ("trained", "unusable", "deleted", "expired"):
+        assert store.open(id, "owner", 0.0 if id == "expired" else 60.0).state is SessionState.OPEN
+    assert store.new_number() == 5
+    assert store.count_open() == 4
+    assert store.append_turn("trained", turn(0))
+    assert len(store.load("trained")[1].turns) == 1
+    for id in ("trained", "unusable", "deleted"):
+        assert store.append_request(id, 0, SessionRequest("/v1/completions", b"{}"), 60.0)
+        for delivered in (False, True):
+            store.set_delivered(id, 0, delivered)
+        assert store.give_reward(id, 1.0, "{}") is not None
+        assert store.logged(id) == "{}"
+    assert store.count_rewarded() == 3
+    store.expire()
+    store.delete("deleted")
+    places = [TrajectoryId(run, 1, index, 0) for index in range(2)]
+    assert [store.take(place) for place in places] == ["trained", "unusable"]
+    store.spoil("unusable")
+    assert store.is_spoiled("unusable")
+    store.drop(places[1], "unusable", SessionState.UNUSABLE)
+    store.forget_before(2)
+    for id in ("trained", "unusable", "deleted", "expired"):
+        info = store.info(id)
+        assert info is not None
+        assert str(info.state) == id
 
 
 def test_every_operation_of_a_run_is_permitted(server: RedisServer) -> None:
@@ -192,6 +242,13 @@ def test_only_commands_of_a_run_are_permitted(tmp_path: Path) -> None:
     # HELLO precedes authentication and is always permitted. CLIENT SETINFO sends the name of the client library. Its refusal is
     # harmless, and Redis before 7.2 does not start with a rule that names it.
     assert used - {"hello", "client|setinfo"} == {word[1:] for word in users.split() if word.startswith("+")}
+
+
+def test_compose_permits_the_same_commands() -> None:
+    users = of_kind(manifests(PLAIN), "ConfigMap")["quartet-redis"]["data"]["users.acl"]
+    script = (Path(__file__).parents[2] / "docker/setup.sh").read_text(encoding="utf-8")
+    (rules,) = re.findall(r'user quartet on #\$digest ([^"]*)"', script)
+    assert rules.replace("\\\n", "").split() == re.findall(r"user quartet on #PASSWORD (.*)", users)[0].split()
 
 
 @every_case("command", REFUSED)
