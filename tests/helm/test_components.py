@@ -27,6 +27,22 @@ TURNS: dict[str, Any] = {
     "config__environment": {"class_name": "my_game:Game"},
 }
 
+TRAFFIC: dict[str, Any] = {
+    "config__data": {},
+    "config__algorithm": {"estimator": "reinforce_plus_plus"},
+    "config__rollout": {
+        "prompts_per_step": 8,
+        "max_turns": 3,
+        "max_off_policy_steps": 4,
+        "in_flight_updates": True,
+    },
+    "config__environment": {"kind": "traffic"},
+    "config__reward": {"source": "none"},
+    "components__generator": {"enabled": True, "replicas": 2},
+    "networkPolicy__traffic": {"namespace": {"kubernetes.io/metadata.name": "apps"}, "pods": {"app": "chat"}},
+}
+"""Users send requests to the policy, whose pods have the label app: chat in the namespace apps."""
+
 
 def files(values: Values) -> dict[str, str]:
     """Return the files of the ConfigMap."""
@@ -388,3 +404,49 @@ def _volumes(template: Manifest) -> set[str]:
         for source in volume.get("projected", {}).get("sources", []):
             results.add(f"secret {source['secret']['name']}")
     return results
+
+
+def test_users_reach_every_generator_by_one_service_with_keys_from_a_secret() -> None:
+    result = manifests(changed("single-node-4-gpus", **TRAFFIC))
+    (port,) = of_kind(result, "Service")["quartet-traffic"]["spec"]["ports"]
+    assert (port["port"], port["targetPort"], port["appProtocol"]) == (8090, "policy", "https")
+    selector = of_kind(result, "Service")["quartet-traffic"]["spec"]["selector"]
+    pods = {name for name, item in pod_templates(result) if selector.items() <= item["metadata"]["labels"].items()}
+    assert pods == {"Deployment/quartet-generator"}
+    assert "quartet-environment" not in of_kind(result, "Deployment")
+    secret = of_kind(result, "Secret")["quartet-traffic-keys"]["data"]
+    assert secret["operators"] != secret["viewers"]
+    overlay = yaml.safe_load(of_kind(result, "ConfigMap")["quartet-config"]["data"]["deployment.yaml"])
+    assert overlay["environment"] == {
+        "agent": {"listen": "0.0.0.0:8090"},
+        "traffic": {
+            "viewer_keys_file": "/run/secrets/quartet/traffic_viewers",
+            "operator_keys_file": "/run/secrets/quartet/traffic_operators",
+        },
+    }
+    for name, template in pod_templates(result):
+        sources = [
+            source["secret"]
+            for volume in template["spec"]["volumes"]
+            for source in volume.get("projected", {}).get("sources", ())
+        ]
+        items = [item for source in sources if source["name"] == "quartet-traffic-keys" for item in source["items"]]
+        paths = {item["key"]: item["path"] for item in items}
+        expected = {"operators": "traffic_operators", "viewers": "traffic_viewers"}
+        assert paths == (expected if name == "Deployment/quartet-generator" else {})
+    names = of_kind(result, "Secret")["quartet-certificate-generator"]["metadata"]["annotations"]["quartet/names"]
+    assert {"generator.quartet", "quartet-traffic", "quartet-traffic.rlhf.svc", "localhost"} <= set(names.split(","))
+
+
+def test_keys_of_users_may_come_from_an_existing_secret() -> None:
+    values = changed("single-node-4-gpus", **TRAFFIC, traffic={"keys": {"existingSecret": "chat", "viewerKey": "apps"}})
+    result = manifests(values)
+    assert "quartet-traffic-keys" not in of_kind(result, "Secret")
+    template = of_kind(result, "Deployment")["quartet-generator"]["spec"]["template"]
+    (source,) = [
+        source["secret"]
+        for volume in template["spec"]["volumes"]
+        for source in volume.get("projected", {}).get("sources", ())
+        if source["secret"]["name"] == "chat"
+    ]
+    assert {item["key"] for item in source["items"]} == {"operators", "apps"}

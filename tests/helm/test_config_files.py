@@ -11,7 +11,7 @@ from quartet.config.estimators import BUILT_IN_ESTIMATORS
 from quartet.config.layout import model_roles, service_roles
 from quartet.config.loading import load_config
 from tests.helm.rendering import EXAMPLES, Values, changed, example, manifests, of_kind, pod_templates
-from tests.helm.test_components import TURNS, containers, files, roles_of
+from tests.helm.test_components import TRAFFIC, TURNS, containers, files, roles_of
 
 LORA = {"model": "models/policy", "lora": {"rank": 8}}
 RUNS: dict[str, Values] = {
@@ -42,6 +42,7 @@ RUNS: dict[str, Values] = {
         config__rollout__max_turns=3,
         config__environment={"kind": "agent", "agent": {"url": "https://agents/run"}},
     ),
+    "traffic": changed("single-node-4-gpus", **TRAFFIC),
     "distillation": changed(
         "single-node-4-gpus",
         config__algorithm={"estimator": "reinforce", "kl_coefficient": 0, "distillation": {}},
@@ -64,7 +65,7 @@ def test_config_and_overlay_load_as_one_config_whose_roles_the_pods_run(name: st
     own.write_text(yaml.safe_dump(RUNS[name]["config"]), encoding="utf-8")
     assert config == load_config(own, layers=[overlay])
     result = sorted(role for container in containers(RUNS[name]).values() for role in roles_of(container))
-    generators = ["generator"] if name in ("vllm-generators", "leader-worker-set") else []
+    generators = ["generator"] if name in ("vllm-generators", "leader-worker-set", "traffic") else []
     assert result == sorted([*(role.value for role in service_roles(config)), *generators, "orchestrator"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.every_case import every_case
 from tests.helm.rendering import Values
+from tests.helm.test_components import TRAFFIC
 from tests.helm.test_wrong_values import DIGEST, check_message
 
 SPREAD = {"topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule", "maxSkew": 1}
@@ -294,6 +295,37 @@ CONTRADICTORY: dict[str, tuple[str, Values, str, str]] = {
         {"gateway": {"tokens": {"viewerKey": "operator"}}},
         "gateway.tokens.viewerKey: operator, which is also operatorKey",
         "change one of them",
+    ),
+    "one key for users and operators": (
+        "cpu-kind",
+        {"traffic": {"keys": {"viewerKey": "operators"}}},
+        "traffic.keys.viewerKey: operators, which is also operatorKey",
+        "change one of them",
+    ),
+    "users without generators": (
+        "cpu-kind",
+        {**TRAFFIC, "components__generator": {"enabled": False}},
+        "config.environment.kind traffic: generators answer the users",
+        "set components.generator.enabled true",
+    ),
+    "generators of users that follow the needs of a step": (
+        "single-node-4-gpus",
+        {
+            **TRAFFIC,
+            "components__generator": {
+                "enabled": True,
+                "autoscaling": {"kind": "keda", "keda": {"serverAddress": "http://p"}},
+            },
+            "monitoring__serviceMonitor__enabled": True,
+        },
+        "components.generator.autoscaling.keda.query: empty",
+        "set a query of your own",
+    ),
+    "a file of keys that the chart mounts": (
+        "single-node-4-gpus",
+        {**TRAFFIC, "config__environment": {"kind": "traffic", "traffic": {"viewer_keys_file": "data/keys"}}},
+        "config.environment.traffic.viewer_keys_file: the chart sets it",
+        "see traffic.keys of the values",
     ),
     "an issuer without a name": (
         "cpu-kind",

@@ -13,6 +13,7 @@ import yaml
 from quartet.contract.status import Role
 from quartet.rpc.security.allow_list import CALLERS
 from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates, texts
+from tests.helm.test_components import TRAFFIC
 
 ROLES = tuple(str(role) for role in Role)
 SHARED_SERVICES = ("quartet.v1.StatusService", "grpc.health.v1.Health")
@@ -44,6 +45,8 @@ def expected_edges(values: Values, components: dict[str, str]) -> set[Edge]:
     if values["config"].get("environment", {}).get("kind") == "agent":
         # Agents call the process that generates.
         edges.add((components["environment"], components.get("generator", components["actor"]), AGENTS))
+    if values.get("networkPolicy", {}).get("traffic"):
+        edges.add(("traffic", "generator", AGENTS))
     port = 6379 if values.get("redis", {}).get("enabled", True) else 6380
     edges |= {(components[role], "redis", port) for role in BUFFER_USERS if role in components}
     has_monitor = values.get("monitoring", {}).get("serviceMonitor", {}).get("enabled")
@@ -78,6 +81,7 @@ class Cluster:
             "dns": {"kubernetes.io/metadata.name": "kube-system"},
             "prometheus": {"kubernetes.io/metadata.name": "monitoring"},
             "ingress": {"kubernetes.io/metadata.name": "ingress-nginx"},
+            "traffic": {"kubernetes.io/metadata.name": "apps"},
         }
         self.others = {frozenset(labels.items()): name for name, labels in named.items()}
         self.cidrs = values.get("redis", {}).get("external", {}).get("cidrs", [])
@@ -154,6 +158,8 @@ CASES: dict[str, Values] = {
         )
         for name in ("cpu-kind", "vllm-generators")
     },
+    "traffic": changed("single-node-4-gpus", **TRAFFIC),
+    "traffic from nowhere": changed("single-node-4-gpus", **TRAFFIC | {"networkPolicy__traffic": {}}),
     "no gateway": changed("cpu-kind", components__gateway={"enabled": False}),
 }
 

@@ -41,6 +41,15 @@ All other templates loop over this map. It is derived once, and kept beside .Val
 {{- fail (printf "components: no enabled component has the role %s, which this run needs; enable components.%s, or add the role to the roles of another component" . .) -}}
 {{- end -}}
 {{- end -}}
+{{- if include "quartet.hasTraffic" $root -}}
+{{- if not (hasKey $componentsByName "generator") -}}
+{{- fail "config.environment.kind traffic: generators answer the users; set components.generator.enabled true" -}}
+{{- end -}}
+{{- $scaling := default dict $componentsByName.generator.autoscaling -}}
+{{- if and (eq (default "none" $scaling.kind) "keda") (empty (dig "keda" "query" "" $scaling)) -}}
+{{- fail "components.generator.autoscaling.keda.query: empty, and the chart's query counts the responses that a step lacks, which with config.environment.kind traffic wait for rewards; set a query of your own, or kind none" -}}
+{{- end -}}
+{{- end -}}
 {{- if not (hasKey $componentsByName "generator") -}}
 {{- if gt (int (dig "rollout" "generators" 0 .Values.config)) 0 -}}
 {{- fail "config.rollout.generators: a pod starts no further processes; set it to 0, and set components.generator.enabled true and its replicas" -}}
@@ -77,7 +86,13 @@ generator may have any engine. Arguments: root and component.
 {{- end -}}
 {{- end -}}
 
-{{/* Roles that this run does not need, as has_critic, has_reward, has_reference and has_environment of the config tree. */}}
+{{/* "true" if users send requests to the policy, as has_traffic of the config tree. */}}
+{{- define "quartet.hasTraffic" -}}
+{{- $kind := dig "environment" "kind" "class" .Values.config -}}
+{{- if and (eq $kind "traffic") (gt (int (dig "rollout" "max_turns" 0 .Values.config)) 0) }}true{{ end -}}
+{{- end -}}
+
+{{/* Roles that this run does not need, as has_critic, has_reward, has_reference and has_environment_service of the config tree. */}}
 {{- define "quartet.absentRoles" -}}
 {{- $absent := list -}}
 {{- $withCritic := (.Files.Get "files/estimators.json" | fromJson).with_critic -}}
@@ -86,7 +101,9 @@ generator may have any engine. Arguments: root and component.
 {{- if eq (dig "reward" "source" "model" .Values.config) "none" }}{{ $absent = append $absent "reward" }}{{ end -}}
 {{- $lora := dig "actor" "lora" nil .Values.config -}}
 {{- if and (not (kindIs "invalid" $lora)) (empty (dig "reference" "model" "" .Values.config)) }}{{ $absent = append $absent "reference" }}{{ end -}}
-{{- if not (gt (int (dig "rollout" "max_turns" 0 .Values.config)) 0) }}{{ $absent = append $absent "environment" }}{{ end -}}
+{{- if or (include "quartet.hasTraffic" .) (not (gt (int (dig "rollout" "max_turns" 0 .Values.config)) 0)) -}}
+{{- $absent = append $absent "environment" -}}
+{{- end -}}
 {{- $absent | toJson -}}
 {{- end -}}
 
@@ -196,11 +213,11 @@ component. By default the reference has the actor's model.
 {{- $found -}}
 {{- end -}}
 
-{{/* Components that serve the policy to agents of the environment, as a list of names: generators, or else the actor. */}}
+{{/* Components that serve the policy to agents or users, as a list of names: generators, or else the actor. */}}
 {{- define "quartet.agentEndpoints" -}}
 {{- $names := list -}}
 {{- $components := include "quartet.components" . | fromJson -}}
-{{- if eq (dig "environment" "kind" "class" .Values.config) "agent" -}}
+{{- if has (dig "environment" "kind" "class" .Values.config) (list "agent" "traffic") -}}
 {{- range $name, $component := $components -}}
 {{- if or $component.generating (and (has "actor" $component.roles) (not $components.generator)) }}{{ $names = append $names $name }}{{ end -}}
 {{- end -}}
@@ -226,6 +243,9 @@ component. By default the reference has the actor's model.
 {{- range $component.roles }}{{ $names = append $names (printf "%s.quartet" .) }}{{ end -}}
 {{- if eq $name "gateway" -}}
 {{- $names = concat $names (include "quartet.gatewayHosts" $root | fromJsonArray) (list "localhost") -}}
+{{- end -}}
+{{- if and $component.generating (include "quartet.hasTraffic" $root) -}}
+{{- $names = concat $names (include "quartet.serviceNames" (dict "root" $root "name" (printf "%s-traffic" $fullname)) | fromJsonArray) (list "localhost") -}}
 {{- end -}}
 {{- $_ := set $namesByProcess $component.process ($names | uniq) -}}
 {{- end -}}

@@ -37,8 +37,14 @@
 {{- $_ := set $found "rollout" $rollout -}}
 {{- end -}}
 {{- if include "quartet.agentEndpoints" . | fromJsonArray -}}
-{{- /* Agents get the address of the pod. */ -}}
-{{- $_ := set $found "environment" (dict "agent" (dict "listen" "0.0.0.0:8090")) -}}
+{{- /* Agents get the address of the pod, and users that of a Service. */ -}}
+{{- $environment := dict "agent" (dict "listen" "0.0.0.0:8090") -}}
+{{- if include "quartet.hasTraffic" . -}}
+{{- $folder := "/run/secrets/quartet" -}}
+{{- $keys := dict "viewer_keys_file" (printf "%s/traffic_viewers" $folder) "operator_keys_file" (printf "%s/traffic_operators" $folder) -}}
+{{- $_ := set $environment "traffic" $keys -}}
+{{- end -}}
+{{- $_ := set $found "environment" $environment -}}
 {{- end -}}
 {{- toYaml $found -}}
 {{- end -}}
@@ -49,8 +55,11 @@
 {{- $instead := dict "run" "storage.runs" "services" "components" "buffer" "redis" "security" "security" "environment" "components" -}}
 {{- $_ := set $instead "gateway" "gateway, ingress and components.gateway.enabled" -}}
 {{- $_ := set $instead "timeouts" "components.NAME.drainSeconds" -}}
-{{- $agent := dig "environment" "agent" dict $config -}}
-{{- $owned := dict "buffer" $config.buffer "security" $config.security "environment.agent" (pick $agent "listen" "advertise") -}}
+{{- $_ := set $instead "environment.traffic" "traffic.keys" -}}
+{{- $environment := default dict $config.environment -}}
+{{- $owned := dict "buffer" $config.buffer "security" $config.security -}}
+{{- $_ := set $owned "environment.agent" (pick (default dict $environment.agent) "listen" "advertise") -}}
+{{- $_ := set $owned "environment.traffic" (pick (default dict $environment.traffic) "viewer_keys_file" "operator_keys_file") -}}
 {{- $_ := set $owned "run" (pick (default dict $config.run) "directory") -}}
 {{- $_ := set $owned "timeouts" (pick (default dict $config.timeouts) "drain_seconds") -}}
 {{- $free := empty .Values.gateway.maxRequestsPerSecond | ternary "max_requests_per_second" "" -}}
@@ -63,7 +72,7 @@
 {{- range $section, $keys := $owned -}}
 {{- range $key, $given := $keys -}}
 {{- if not (or (kindIs "invalid" $given) (eq (toJson $given) "[]")) -}}
-{{- $problems = append $problems (printf "config.%s.%s: the chart sets it; remove it, and see %s of the values" $section $key (get $instead (first (splitList "." $section)))) -}}
+{{- $problems = append $problems (printf "config.%s.%s: the chart sets it; remove it, and see %s of the values" $section $key (default (get $instead (first (splitList "." $section))) (get $instead $section))) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -1,6 +1,6 @@
 {{/*
 All allowed connections, as a list of {from, to, port}. The NetworkPolicies are derived from this list only.
-Names are components, redis and test. prometheus and ingress are pods selected by networkPolicy.prometheus and .ingress.
+Names are components, redis and test. prometheus, ingress and traffic are pods selected by networkPolicy.prometheus, .ingress and .traffic.
 Port 0 means all ports.
 */}}
 {{- define "quartet.edges" -}}
@@ -31,6 +31,10 @@ Port 0 means all ports.
 {{- end -}}
 {{- /* Rendezvous, gloo and NCCL between the pods of one group. gloo and NCCL listen on any free port. */ -}}
 {{- if gt (int $component.nodes) 1 }}{{ $edges = append $edges (dict "from" $name "to" $name "port" 0) }}{{ end -}}
+{{- /* Users call the policy. */ -}}
+{{- if and $component.generating (include "quartet.hasTraffic" $) $.Values.networkPolicy.traffic.namespace -}}
+{{- $edges = append $edges (dict "from" "traffic" "to" $name "port" 8090) -}}
+{{- end -}}
 {{- if $component.usesBuffer }}{{ $edges = append $edges (dict "from" $name "to" "redis" "port" (include "quartet.redisPort" $ | int)) }}{{ end -}}
 {{- end -}}
 {{- if $components.gateway -}}

@@ -70,7 +70,7 @@ spec:
         - {name: metrics, containerPort: 9100}
         - {name: health, containerPort: 9101}
         {{- if has $component.name (include "quartet.agentEndpoints" $root | fromJsonArray) }}
-        - {name: agents, containerPort: 8090}
+        - {name: policy, containerPort: 8090}
         {{- end }}
         {{- end }}
         {{- if gt (int $component.nodes) 1 }}
@@ -205,6 +205,11 @@ spec:
 {{- $items := list (dict "key" $tokens.operatorKey "path" "gateway_token") (dict "key" $tokens.viewerKey "path" "gateway_viewer_token") -}}
 {{- $sources = append $sources (dict "name" (include "quartet.gatewaySecret" $root) "items" $items) -}}
 {{- end -}}
+{{- if and $component.generating (include "quartet.hasTraffic" $root) -}}
+{{- $keys := $root.Values.traffic.keys -}}
+{{- $items := list (dict "key" $keys.operatorKey "path" "traffic_operators") (dict "key" $keys.viewerKey "path" "traffic_viewers") -}}
+{{- $sources = append $sources (dict "name" (include "quartet.trafficSecret" $root) "items" $items) -}}
+{{- end -}}
 {{- range $sources }}
 - secret: {{- toYaml . | nindent 4 }}
 {{- end -}}
@@ -212,6 +217,10 @@ spec:
 
 {{- define "quartet.gatewaySecret" -}}
 {{- default (printf "%s-gateway-tokens" (include "quartet.fullname" .)) .Values.gateway.tokens.existingSecret -}}
+{{- end -}}
+
+{{- define "quartet.trafficSecret" -}}
+{{- default (printf "%s-traffic-keys" (include "quartet.fullname" .)) .Values.traffic.keys.existingSecret -}}
 {{- end -}}
 
 {{/* Scheduling of a pod. */}}

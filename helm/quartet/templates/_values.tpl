@@ -32,6 +32,7 @@ Checks of texts in the values. The schema checks keys and types; its message for
   (list "scheduling.schedulerName" $values.scheduling.schedulerName $object)
   (list "serviceAccount.name" $values.serviceAccount.name $object)
   (list "gateway.tokens.existingSecret" $values.gateway.tokens.existingSecret $object)
+  (list "traffic.keys.existingSecret" $values.traffic.keys.existingSecret $object)
   (list "security.rpcToken.existingSecret" $values.security.rpcToken.existingSecret $object)
   (list "redis.password.existingSecret" $values.redis.password.existingSecret $object)
   (list "redis.external.existingSecret" $values.redis.external.existingSecret $object)
@@ -279,6 +280,10 @@ Two entries of a list that are equal in some keys, which Kubernetes refuses. Arg
 {{- $tokens := .Values.gateway.tokens -}}
 {{- if eq $tokens.operatorKey $tokens.viewerKey -}}
 {{- fail (printf "gateway.tokens.viewerKey: %s, which is also operatorKey, so viewers would be operators; expected another key; change one of them" $tokens.viewerKey) -}}
+{{- end -}}
+{{- $keys := .Values.traffic.keys -}}
+{{- if eq $keys.operatorKey $keys.viewerKey -}}
+{{- fail (printf "traffic.keys.viewerKey: %s, which is also operatorKey, so users could give rewards; expected another key; change one of them" $keys.viewerKey) -}}
 {{- end -}}
 {{- $tls := .Values.security.tls -}}
 {{- $issuer := default dict $tls.certManager.issuerRef -}}
