@@ -20,7 +20,8 @@ write_atomically() {
 }
 
 cd /setup/secrets
-for secret in redis/redis_password rpc/rpc_token gateway/gateway_token viewer/gateway_viewer_token grafana/grafana_password; do
+for secret in redis/redis_password rpc/rpc_token gateway/gateway_token viewer/gateway_viewer_token grafana/grafana_password \
+    traffic/viewer_keys traffic/operator_keys; do
     [ -s "$secret" ] || write_atomically "$secret" "$(random_secret)"
 done
 # The ACL allows only the commands that Quartet uses, and contains the digest of the password.

@@ -25,7 +25,7 @@ SECRETS: dict[str, set[str]] = {
     "critic": {"redis", "rpc"},
     "reward": {"rpc"},
     "reference": {"rpc"},
-    "generator": {"redis", "rpc"},
+    "generator": {"redis", "rpc", "traffic"},
     "environment": {"rpc"},
     "orchestrator": {"redis", "rpc"},
     "gateway": {"redis", "rpc", "gateway", "viewer"},

@@ -45,6 +45,7 @@ def read(path: str) -> dict[str, Any]:
 COMPOSE = read("docker-compose.yml")
 CPU = read("docker/compose.cpu.yaml")
 TLS = read("docker/compose.tls.yaml")
+TRAFFIC = read("docker/compose.traffic.yaml")
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 
 
@@ -398,7 +399,7 @@ def test_prometheus_scrapes_every_container() -> None:
 
 def test_the_example_has_exactly_the_variables_of_the_compose_files() -> None:
     # The example shows the default of the base if an overlay has another.
-    names = ("docker/compose.tls.yaml", "docker/compose.cpu.yaml", "docker-compose.yml")
+    names = ("docker/compose.tls.yaml", "docker/compose.cpu.yaml", "docker/compose.traffic.yaml", "docker-compose.yml")
     text = "".join((ROOT / name).read_text() for name in names)
     used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", text))
     shown = dict(re.findall(r"^(?:# )?(QUARTET_\w+)=(.*)$", (ROOT / ".env.example").read_text(), re.M))
@@ -423,6 +424,39 @@ def test_the_build_context_has_only_the_files_that_images_copy() -> None:
     }
     assert {name for name in copied if not name.startswith("docker/redis/")} | {"docker/redis"} == included
     assert all((ROOT / name).exists() for name in copied)
+
+
+@pytest.mark.parametrize("devices", ["gpu", "cpu"])
+@pytest.mark.parametrize("security", ["plaintext", "tls"])
+def test_users_reach_the_generators_on_loopback_only_and_no_environment_runs(
+    tmp_path: Path, devices: str, security: str
+) -> None:
+    settings = (
+        "{data: {}, actor: {model: models/policy}, algorithm: {estimator: reinforce_plus_plus}, reward: {source: none}, "
+        "rollout: {prompts_per_step: 8, max_turns: 4, max_off_policy_steps: 4, in_flight_updates: true}, "
+        "environment: {kind: traffic}}"
+    )
+    (tmp_path / "config.yaml").write_text(settings)
+    names = ("services", "critic-free", "generation-traffic", devices, security)
+    config = load_config(tmp_path / "config.yaml", layers=[DEPLOYMENT / f"{name}.yaml" for name in names])
+    check_separate_orchestrator(config)
+    assert config.services.environment.address is None
+    assert config.environment.agent.listen == "0.0.0.0:8090"
+    # Besides the keys, only what generators always have.
+    layer, generators = (read(f"docker/deployment/generation-{name}.yaml") for name in ("traffic", "generators"))
+    keys = layer.pop("environment")["traffic"]
+    assert layer.pop("services") == {**generators.pop("services"), "environment": {"address": None}}
+    assert layer == generators
+    setup = (ROOT / "docker/setup.sh").read_text()
+    assert all(path.removeprefix("/run/secrets/") in setup for path in keys.values())
+    (name,) = TRAFFIC["services"]
+    assert TRAFFIC["services"][name] == {
+        "networks": ["services", "outside"],
+        "ports": ["127.0.0.1:${QUARTET_TRAFFIC_PORT:-8090}:8090"],
+    }
+    assert name == "generator"
+    header = (DEPLOYMENT / "generation-traffic.yaml").read_text().splitlines()[0]
+    assert header.endswith(f"COMPOSE_PROFILES={','.join(SERVICES['generator']['profiles'])}")
 
 
 @pytest.mark.parametrize("devices", ["gpu", "cpu"])
