@@ -239,12 +239,13 @@ def test_yaml_examples_are_accepted_as_configs() -> None:
 def _with_required_sections(example: dict[str, Any]) -> dict[str, Any]:
     """Return an example with the sections that every config needs."""
     data = example.get("data", {})
-    prompts = {} if "sets" in data else {"prompts": "p"}
+    kind = example.get("environment", {}).get("kind", "class")
+    prompts = {} if "sets" in data or kind == "traffic" else {"prompts": "p"}
     validation = {} if "validation_set" in data else {"validation": "v"}
     required: dict[str, Any] = {"data": {**prompts, **validation}, "actor": {"model": "a"}}
     if "environment" in example:
-        is_agent = example["environment"].get("kind") == "agent"
-        required |= {"rollout": {"max_turns": 4}, "environment": {} if is_agent else {"class_name": "my_game:Game"}}
+        environment = {"class_name": "my_game:Game"} if kind == "class" else {}
+        required |= {"rollout": {"max_turns": 4}, "environment": environment}
     if example.get("reward", {}).get("source", "model") == "model":
         required["reward"] = {"model": "r"}
     return {name: required.get(name, {}) | example.get(name, {}) for name in {**required, **example}}

@@ -178,5 +178,38 @@ def test_a_config_of_an_agent_that_contradicts_itself(sections: dict[str, Any], 
         config(**sections)
 
 
+TRAFFIC: dict[str, Any] = {
+    "data": {},
+    "algorithm": {"estimator": "reinforce_plus_plus"},
+    "rollout": {**TURNS, "generators": 1, "max_off_policy_steps": 1, "in_flight_updates": True},
+    "environment": {"kind": "traffic", "traffic": {"operator_keys_file": "operators.keys"}},
+    "reward": {"source": "none"},
+}
+
+
+def test_users_take_the_place_of_prompts_and_of_an_environment() -> None:
+    served = config(**TRAFFIC)
+    assert (served.has_traffic, served.has_environment_service) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "expected"),
+    [
+        ("data", {"prompts": "p.jsonl"}, r"data\.prompts: not used with environment\.kind traffic"),
+        ("algorithm", {"estimator": "remax"}, r"algorithm\.estimator remax: needs a second, greedy answer"),
+        ("rollout", {"samples_per_prompt": 2}, r"each session of a user is one trajectory"),
+        ("rollout", {"in_flight_updates": False}, r"rollout\.in_flight_updates true"),
+        ("rollout", {"engine": "vllm"}, r"rollout\.engine vllm: takes no requests while it generates"),
+        ("environment", {"traffic": {}}, r"traffic\.operator_keys_file: missing"),
+        ("environment", {"agent": {"command": ["a"]}}, r"agent\.command: not used with kind traffic"),
+        ("environment", {"agent": {"listen": "10.0.0.1:80"}}, r"agent\.listen 10\.0\.0\.1:80: not a loopback"),
+        ("services", {"environment": {"address": "host:5"}}, r"services\.environment\.address: not used with"),
+    ],
+)
+def test_a_config_of_traffic_that_contradicts_itself(section: str, settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        config(**TRAFFIC | {section: {**TRAFFIC.get(section, {}), **settings}})
+
+
 def test_a_deployment_may_set_the_address_of_endpoints_for_all_runs() -> None:
     assert not config(environment={"agent": {"listen": "0.0.0.0:8090"}}).has_agents
