@@ -30,6 +30,7 @@ from quartet.errors import (
     InvalidRequest,
     MismatchError,
     NoResponse,
+    NoSessionsYet,
     QuartetError,
     ServiceFailed,
     ServiceUnavailable,
@@ -312,10 +313,13 @@ class Generator:
         on_start()
         writer = TrajectoryWriter(self._stream(batch.run), batch, on_progress)
         waiting = deque(sorted(request.id for request in batch.requests))
-        expiry = time.monotonic()
+        start = expiry = time.monotonic()
         while waiting:
             if cancelled():
                 raise Cancelled("generation was cancelled by its caller")
+            if time.monotonic() > start + traffic.max_wait:
+                # The caller repeats it, and the sessions so far keep their places.
+                raise NoSessionsYet(f"{len(waiting)} sessions with a reward are missing")
             if self._serving_failure is not None:
                 raise self._serving_failure
             if time.monotonic() >= expiry:

@@ -46,6 +46,10 @@ class FailedPrecondition(QuartetError):
     """A valid request does not fit the current state: wrong step order, stale policy version, unknown experience."""
 
 
+class NoSessionsYet(FailedPrecondition):
+    """A call has waited for sessions of users for as long as it may. The caller repeats it."""
+
+
 class SessionLost(FailedPrecondition):
     """A session that an environment service does not have: it has expired, or its process was restarted."""
 

@@ -16,6 +16,7 @@ import pytest
 
 from quartet.services.generator import factory, generator
 from quartet.services.generator.sessions.traffic import TrafficSessions
+from quartet.services.orchestrator.rollout.generator_pool import MAX_FAILURES
 from tests.training.conftest import MakeConfig
 from tests.training.generator_runs import Generators, active_run_with_generators
 from tests.training.runs import ActiveRun, Run, wait_for
@@ -358,6 +359,26 @@ def test_sessions_are_trained_once_although_generator_and_actor_are_lost(
         left = {id for id in endpoint.rewards if id not in sessions}
         assert {endpoint.state(id) for id in left} <= {"rewarded", "stale", "taken"}
     assert run.code == 0, run.progress.error
+
+
+def test_a_step_without_users_waits_longer_than_the_limit_of_a_call(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, take = list[int](), generator.Generator._take_sessions
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(1)
+        return take(*arguments)
+
+    monkeypatch.setattr(generator.Generator, "_take_sessions", counted)
+    with start(run={"steps": 1}, timeouts={"generate_seconds": 0.5}) as endpoint:
+        endpoint.converse("first", 1)
+        wait_for(endpoint.active, lambda: len(calls) > 2 * MAX_FAILURES + 2)
+        for number in range(1, SESSIONS):
+            endpoint.converse(f"later-{number}", 1)
+        run = endpoint.active.finish()
+    assert run.code == 0, run.progress.error
+    assert "first" in {row["logged"]["session"] for row in run.trajectories(1)}
 
 
 def test_a_session_that_is_too_old_is_not_trained(start: Callable[..., Any]) -> None:

@@ -15,6 +15,7 @@ from quartet.data.evaluation import run_sampling
 from quartet.engines.engine import ServedModel
 from quartet.errors import ConfigError
 from quartet.rpc.agent_client import AgentClient
+from quartet.rpc.limits import MAX_CALL_SECONDS
 from quartet.rpc.security.credentials import Credentials
 from quartet.services.generator.sessions.session import SessionLimits
 from quartet.services.generator.sessions.sessions import AgentAccess
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from quartet.services.generator.sessions.traffic import TrafficSessions
 
 log = structlog.get_logger()
+
+WAIT_FRACTION = 0.8
+"""Fraction of the time limit of a call after which it ends by itself, if no session comes: its generator is not lost."""
 
 
 def agent_access(
@@ -104,6 +108,7 @@ def traffic_sessions(
         run_sampling(rollout),
         rollout.max_off_policy_steps,
         rollout.max_concurrent_sequences,
+        WAIT_FRACTION * min(config.timeouts.generate_seconds, MAX_CALL_SECONDS),
     )
     log.info("users are answered", base_url=sessions.base_url(agent, credentials.folder is not None))
     return sessions

@@ -166,15 +166,17 @@ class TrafficSessions:
         sampling: SamplingParameters,
         max_age: int,
         max_concurrent: int,
+        max_wait: float,
     ) -> None:
         """``max_age``: updates of the policy since the oldest token of a session, at most, if a step trains on it.
 
-        ``max_concurrent``: number of turns that the engine generates at once.
+        ``max_concurrent``: number of turns that the engine generates at once. ``max_wait``: seconds for which a call waits for
+        sessions until it is repeated.
         """
         self._server, self._store, self._texts, self._config, self._run = server, store, texts, config, run
         self._keys = {hashlib.sha256(key.encode()).digest(): access for key, access in keys.items()}
         self._limits, self.sampling, self.seed = limits, sampling, seed
-        self._max_age, self._max_concurrent = max_age, max_concurrent
+        self._max_age, self._max_concurrent, self.max_wait = max_age, max_concurrent, max_wait
         self._limiter = MovingWindowRateLimiter(MemoryStorage())
         self._rate = RateLimitItemPerMinute(config.requests_per_minute)
         self._loaded: OrderedDict[str, _TrafficSession] = OrderedDict()

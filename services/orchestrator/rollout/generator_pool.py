@@ -28,6 +28,7 @@ from quartet.errors import (
     FailedPrecondition,
     InvalidRequest,
     MismatchError,
+    NoSessionsYet,
     QuartetError,
     ServiceUnavailable,
     StaleLeaderEpoch,
@@ -432,7 +433,7 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
         if isinstance(error, WeightsChanged):
             self._weights_changed(generator, error)
         self._take_back(generator)
-        if isinstance(error, Cancelled):
+        if isinstance(error, (Cancelled, NoSessionsYet)):
             return
         generator.last_error = str(error)
         if isinstance(error, StaleLeaderEpoch):
