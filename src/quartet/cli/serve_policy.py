@@ -23,7 +23,7 @@ console = make_console()
 
 FOLDER, CONFIG = "serve", "config.yaml"
 VIEWERS, OPERATORS = "viewers.keys", "operators.keys"
-STEPS, GENERATE_SECONDS = 1_000_000, 86400
+STEPS = 1_000_000
 MAX_TURNS, MAX_OFF_POLICY_STEPS = 16, 4
 """Settings of a config for traffic, if the run has no others."""
 KEPT = (
@@ -116,7 +116,6 @@ def traffic_tree(config: Config, files: RunFiles, listen: str) -> dict[str, Any]
         tree["environment"]["chat_template"] = str(config.environment.chat_template)
     tree["checkpoint"] = {**tree.get("checkpoint", {}), "best_metric": None}
     tree["checkpoint"]["every_steps"] = tree["checkpoint"].get("every_steps") or 10
-    tree["timeouts"] = {**tree.get("timeouts", {}), "generate_seconds": GENERATE_SECONDS}
     if not config.has_critic or not fits:
         tree.pop("critic", None)
     tree.get("services", {}).pop("environment", None)

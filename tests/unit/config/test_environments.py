@@ -199,7 +199,6 @@ def test_users_take_the_place_of_prompts_and_of_an_environment() -> None:
         ("algorithm", {"estimator": "remax"}, r"algorithm\.estimator remax: needs a second, greedy answer"),
         ("rollout", {"samples_per_prompt": 2}, r"each session of a user is one trajectory"),
         ("rollout", {"in_flight_updates": False}, r"rollout\.in_flight_updates true"),
-        ("rollout", {"engine": "vllm"}, r"rollout\.engine vllm: takes no requests while it generates"),
         ("environment", {"traffic": {}}, r"traffic\.operator_keys_file: missing"),
         ("environment", {"agent": {"command": ["a"]}}, r"agent\.command: not used with kind traffic"),
         ("environment", {"agent": {"listen": "10.0.0.1:80"}}, r"agent\.listen 10\.0\.0\.1:80: not a loopback"),

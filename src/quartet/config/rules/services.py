@@ -149,11 +149,6 @@ def _check_traffic(config: ConfigTree) -> None:
             f"{kind}: users are answered while the policy is trained; set rollout.generators to 1 or more, "
             "rollout.max_off_policy_steps to the number of updates that a session may be old, and rollout.in_flight_updates true"
         )
-    if rollout.engine == "vllm":
-        raise ValueError(
-            f"rollout.engine vllm: takes no requests while it generates, and {kind} answers each user at once; set engine torch "
-            "or sglang-server"
-        )
     _check_endpoint(config)
 
 
