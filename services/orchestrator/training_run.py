@@ -219,7 +219,9 @@ class TrainingRun:
         is_own_buffer = lease.claim(loaded.identity.id)
         if not is_own_buffer:
             self._run.experience.keep_only([])
-            self._forget_turns(loaded)
+            if self._run.turns is not None:
+                self._run.turns.forget_other_run()
+            loaded.evaluator.forget_turns()
         own_models = [role for role, status in statuses.items() if is_own_buffer or status.leader_epoch <= led_epoch]
         algorithm_state = AlgorithmState(self._config)
         recovery = Recovery(self._run, lease.epoch, loaded.identity, own_models)
@@ -230,10 +232,9 @@ class TrainingRun:
         self._alerts.resume(point.step, algorithm_state.alerts)
         self.live_settings.resume(point.committed, algorithm_state)
         self._run.experience.keep_only(range(point.checkpoint + 1, point.step + 1))
-        if point.step < point.committed:
-            self._forget_turns(
-                loaded
-            )  # Weights that are computed again have the same bits only where arithmetic repeats.
+        if point.step < point.committed and not self._config.has_traffic:
+            # Weights that are computed again have the same bits only where arithmetic repeats. Users ask only once.
+            self._forget_turns(loaded)
         elif self._run.turns is not None:
             self._run.turns.forget_before(point.step + 1)
         self._board.update(step=point.step)

@@ -177,3 +177,23 @@ def test_sessions_with_spoiled_turns_are_known_in_every_state(store: TrafficStor
     store.give_reward("a", 1.0)
     assert store.is_spoiled(store.take(place(1, 0)) or "")
     assert store.info("never") is None
+
+
+def test_sessions_of_policies_that_the_run_has_no_more_are_ended(store: TrafficStore) -> None:
+    answered(store, "open")
+    for id in ("taken", "queued"):
+        rewarded(store, id)
+    assert store.take(place(1, 0)) == "taken"
+    store.forget_all()
+    assert [state(store, id) for id in ("open", "queued", "taken")] == ["stale", "stale", "taken"]
+    assert (store.count_open(), store.count_rewarded()) == (0, 0)
+
+
+def test_a_run_does_not_take_sessions_of_another_one_with_its_name(store: TrafficStore, redis_client: Redis) -> None:
+    rewarded(store, "queued")
+    rewarded(store, "taken")
+    store.take(place(1, 0))
+    store.forget_other_run()
+    assert store.take(place(1, 0)) is None
+    assert store.info("taken") is None
+    assert not list(redis_client.scan_iter(match=f"{store._prefix}*"))

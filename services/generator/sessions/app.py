@@ -429,7 +429,7 @@ def _check_model(given: str, model: str) -> None:
     if given != model:
         raise ProtocolError(
             404,
-            f"The model {given[:100]!r} does not exist. Use {model!r}, which the agent gets in OPENAI_MODEL.",
+            f"The model {given[:100]!r} does not exist. Use {model!r}; an agent gets it in OPENAI_MODEL.",
             "model_not_found",
             "model",
         )
@@ -450,7 +450,7 @@ def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = (
         f"{request.method} {request.url.path[:100]} does not exist. This server has POST /v1/chat/completions, "
-        "POST /v1/completions and GET /v1/models."
+        "POST /v1/completions and GET /v1/models, and for users /v1/sessions/ID and /v1/sessions/ID/reward."
     )
     return JSONResponse(ProtocolError(error.status_code, message).body, error.status_code, dict(error.headers or {}))
 

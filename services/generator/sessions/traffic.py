@@ -29,7 +29,7 @@ from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
 from pydantic_core import from_json
 
-from quartet.buffer.traffic import SessionInfo, SessionRequest, SessionState, TrafficStore, logged_of
+from quartet.buffer.traffic import SessionInfo, SessionRequest, SessionState, TrafficStore, logged_of, packed
 from quartet.config.agent import AgentConfig
 from quartet.config.section import MAX_SETTING
 from quartet.config.traffic import TrafficConfig
@@ -57,6 +57,8 @@ log = structlog.get_logger()
 
 MAX_LOADED = 1000
 """Sessions in memory. Those that were used last stay."""
+MAX_SESSION_BYTES = 4 * 1024 * 1024
+"""Size of the stored requests of a session, compressed, after which it takes no further one."""
 MAX_ID_CHARACTERS = 128
 """Length of the id of a session."""
 IDLE_SECONDS, MAX_SERVING_SECONDS = 0.5, 60.0
@@ -228,12 +230,13 @@ class TrafficSessions:
         id = given or uuid.uuid4().hex
         info = await self._on_thread(self._store.info, id)
         if info is None:
-            open_sessions = await self._on_thread(self._store.count_open)
-            if open_sessions >= self._config.max_sessions:
+            unrewarded = await self._on_thread(self._store.count_open)
+            rewarded = await self._on_thread(self._store.count_rewarded)
+            if unrewarded + rewarded >= self._config.max_sessions:
                 raise ProtocolError(
                     429,
-                    f"{open_sessions} sessions wait for a reward, which is the limit (environment.traffic.max_sessions). Give "
-                    "rewards, delete sessions, or send store false.",
+                    f"{unrewarded} sessions wait for a reward and {rewarded} for a step, which is the limit "
+                    "(environment.traffic.max_sessions). Give rewards, delete sessions, or send store false.",
                     "rate_limit_exceeded",
                     headers={"retry-after": "60"},
                 )
@@ -456,6 +459,7 @@ class _TrafficSession(_UserSession):
         self._numbers: dict[Answer, int] = {}
         self.num_requests = 0
         self._lost: set[int] = set()
+        self._stored_bytes = 0
         self.is_outdated = self._is_repeating = False
 
     @property
@@ -469,6 +473,7 @@ class _TrafficSession(_UserSession):
         self.use_records(record)
         self._is_repeating = True
         for number, request in enumerate(requests):
+            self._stored_bytes += await self._on_thread(lambda request=request: len(packed(request)))
             parse = parse_chat if request.path == CHAT_PATH else parse_completion
             _, call = await self._on_thread(parse, request.body)
             answer = self.answer(call, False, None)
@@ -496,10 +501,16 @@ class _TrafficSession(_UserSession):
             await self._on_thread(self._store.set_delivered, self.info.id, number, delivered)
 
     async def _complete_choices(self, answer: Answer, call: Call) -> None:
+        if self._stored_bytes > MAX_SESSION_BYTES and not self._is_repeating:
+            raise invalid(
+                f"Session {self.info.id}: its requests have more than {MAX_SESSION_BYTES} bytes; begin another one.",
+                code="session_too_large",
+            )
         await super()._complete_choices(answer, call)
         number = self.num_requests
         if not self._is_repeating:
             request = SessionRequest(call.path, call.body)
+            self._stored_bytes += len(packed(request))
             done = await self._on_thread(self._store.append_request, self.info.id, number, request, self._seconds)
             if not done:
                 raise self._outdated()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -128,7 +129,7 @@ class TrafficStore:
             return int(self._client.zcard(self._open))
 
     def count_rewarded(self) -> int:
-        """Return the number of sessions that wait for a step."""
+        """Return the number of sessions with a reward that wait for a step."""
         with self._translated():
             return int(self._client.llen(self._queue))
 
@@ -156,7 +157,7 @@ class TrafficStore:
             if state != SessionState.OPEN.value.encode() or int(count) != number:
                 return False
             pipe.multi()
-            pipe.hset(key, mapping={f"request/{number}": request.path.encode() + b"\n" + request.body})
+            pipe.hset(key, mapping={f"request/{number}": packed(request)})
             pipe.hset(key, "requests", number + 1)
             pipe.zadd(self._open, {id: time.time() + seconds})
             return True
@@ -182,7 +183,7 @@ class TrafficStore:
             fields: Mapping[Any, Any] = self._client.hgetall(self._session(id))
         requests: list[SessionRequest] = []
         while (value := fields.get(f"request/{len(requests)}".encode())) is not None:
-            path, _, body = value.partition(b"\n")
+            path, _, body = zlib.decompress(value).partition(b"\n")
             requests.append(SessionRequest(path.decode(), body, f"lost/{len(requests)}".encode() not in fields))
         turns: list[RecordedTurn] = []
         while (value := fields.get(f"turn/{len(turns)}".encode())) is not None:
@@ -268,6 +269,10 @@ class TrafficStore:
 
     def delete(self, id: str) -> SessionInfo | None:
         """Delete what a session has, unless a step has taken it. Return it as it is then, None if there is none."""
+        self._end_unless_taken(id, SessionState.DELETED)
+        return self.info(id)
+
+    def _end_unless_taken(self, id: str, state: SessionState) -> None:
         key = self._session(id)
 
         def write(pipe: Any) -> None:
@@ -275,11 +280,10 @@ class TrafficStore:
                 pipe.multi()
                 pipe.lrem(self._queue, 0, id)
                 pipe.zrem(self._open, id)
-                self._end(pipe, id, {"state": SessionState.DELETED.value})
+                self._end(pipe, id, {"state": state.value})
 
         with self._translated():
             self._transaction(write, key, self._queue)
-        return self.info(id)
 
     def expire(self) -> None:
         """End the sessions whose time is over."""
@@ -321,7 +325,19 @@ class TrafficStore:
             self.forget_step(step)
 
     def forget_all(self) -> None:
-        """Do nothing: what users did is no product of the weights, and cannot be made again."""
+        """End all sessions that no step has taken: policies that the run does not have any more may have answered them."""
+        with self._translated():
+            queued: Any = self._client.lrange(self._queue, 0, -1)
+            unrewarded: Any = self._client.zrange(self._open, 0, -1)
+        for id in [*queued, *unrewarded]:
+            self._end_unless_taken(id.decode(), SessionState.STALE)
+
+    def forget_other_run(self) -> None:
+        """Remove everything that another run with this name has left."""
+        with self._translated():
+            keys = list(self._client.scan_iter(match=f"{self._prefix}*", count=1000))
+            for start in range(0, len(keys), 1000):
+                self._client.unlink(*keys[start : start + 1000])
 
     def _end(self, pipe: Any, id: str, fields: Mapping[str, Any]) -> None:
         """Add the commands that leave only the state of a session."""
@@ -353,6 +369,11 @@ class TrafficStore:
 
     def _translated(self) -> Any:
         return translate_errors(self._url, self._lost)
+
+
+def packed(request: SessionRequest) -> bytes:
+    """Return a request as it is stored. Each one repeats the conversation before it, which compresses well."""
+    return zlib.compress(request.path.encode() + b"\n" + request.body)
 
 
 def logged_of(text: str) -> dict[str, Any]:

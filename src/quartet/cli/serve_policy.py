@@ -98,7 +98,8 @@ def traffic_tree(config: Config, files: RunFiles, listen: str) -> dict[str, Any]
         **{name: value for name, value in rollout.items() if name not in ungrouped},
         "samples_per_prompt": 1,
         "max_turns": config.rollout.max_turns or MAX_TURNS,
-        "generators": max(1, config.rollout.generators) if not config.services.generators else 0,
+        # One on this machine, because the endpoint has one port.
+        "generators": 0 if config.services.generators else 1,
         "max_off_policy_steps": config.rollout.max_off_policy_steps or MAX_OFF_POLICY_STEPS,
         "in_flight_updates": True,
     }

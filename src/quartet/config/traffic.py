@@ -17,6 +17,6 @@ class TrafficConfig(Section):
     requests_per_minute: Count = 600
     """Maximum number of requests of one key in a minute. A further one gets a 429."""
     max_sessions: Count = 10_000
-    """Maximum number of sessions that wait for a reward. A request that would open another one gets a 429."""
+    """Maximum number of sessions that wait, for a reward or for a step. A request that would open another one gets a 429."""
     session_seconds: Positive = 86400.0
     """Time after the last request, in seconds, until a session without a reward is deleted."""
