@@ -271,16 +271,17 @@ class Generator:
                 for response in self._answers(traffic, cancelled):
                     traffic.turns.finish(self._trajectory(response, batch))
                 self._attest(batch, time.perf_counter() - start)
-                traffic.take_served()
             except Cancelled:
                 raise
             except Exception as error:
-                # As for episodes: no one can attest the weights of these turns any more.
-                traffic.spoil(traffic.take_served())
                 with self._loading:
                     self._held, self._loaded = None, b""
                 self._serving_failure = error if isinstance(error, QuartetError) else ServiceFailed(str(error))
+                # As for episodes: no one can attest the weights of these turns any more.
+                traffic.spoil(traffic.turns.served)
+                traffic.turns.forget_served()
                 raise
+            traffic.turns.forget_served()
 
     def _answers(self, traffic: TrafficSessions, cancelled: Callable[[], bool]) -> Iterator[EngineResponse]:
         """Yield the turns that users wait for."""
@@ -309,7 +310,6 @@ class Generator:
             self._fence.check(batch.leader_epoch)
             if self._held is None:
                 raise FailedPrecondition("this generator holds no weights; update them first")
-        self._serving_failure = None
         on_start()
         writer = TrajectoryWriter(self._stream(batch.run), batch, on_progress)
         waiting = deque(sorted(request.id for request in batch.requests))
@@ -320,8 +320,10 @@ class Generator:
             if time.monotonic() > start + traffic.max_wait:
                 # The caller repeats it, and the sessions so far keep their places.
                 raise NoSessionsYet(f"{len(waiting)} sessions with a reward are missing")
-            if self._serving_failure is not None:
-                raise self._serving_failure
+            self._fence.check(batch.leader_epoch)
+            if (failure := self._serving_failure) is not None:
+                self._serving_failure = None
+                raise failure
             if time.monotonic() >= expiry:
                 traffic.expire()
                 expiry = time.monotonic() + EXPIRY_SECONDS

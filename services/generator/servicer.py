@@ -15,7 +15,7 @@ from quartet.codec.generation import weight_update_from_proto
 from quartet.codec.messages import to_message
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.weights import WeightTransfer
-from quartet.errors import QuartetError, ServiceFailed
+from quartet.errors import QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.rpc.base_servicers import ModelServicer, WeightServicer, stream_generation
 from quartet.rpc.compute_thread import ComputeThread, remaining_time
 from quartet.rpc.limits import MAX_CALL_SECONDS
@@ -142,6 +142,9 @@ class _Serving:
         """Take no more turns."""
         self._closed.set()
         self._thread.join(CLOSE_SECONDS)
+        traffic = self._core.traffic
+        assert traffic is not None
+        traffic.turns.close(ServiceUnavailable("the process ends"))
 
     def _run(self) -> None:
         traffic = self._core.traffic

@@ -42,6 +42,8 @@ class StepPreparation:
     def __init__(self, run: RunContext) -> None:
         self._run, self._config, self._board = run, run.config, run.board
         self._started: dict[int, tuple[GenerationBatch, PendingTrajectories]] = {}
+        self.may_be_left = True
+        """False for a step that a run must finish before it stops."""
         self._collector = Collector(
             run.stream,
             run.clients.scoring(),
@@ -52,7 +54,7 @@ class StepPreparation:
         )
 
     def _has_command(self) -> bool:
-        return not self._run.control.idle
+        return self.may_be_left and not self._run.control.idle
 
     def start_generation(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, policy_version: int) -> None:
         """Start the generation of ``step`` before ``prepare``, while earlier steps end. Has no effect if it has started."""

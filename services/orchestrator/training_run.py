@@ -339,6 +339,7 @@ class TrainingLoop:
             step += 1
             with self._run.profiler.step(step):
                 self._run.live_settings.start_step(step)
+                self._preparation.may_be_left = not self._must_finish(step)
                 try:
                     alerts = self._steps.take(step, self._leadership, self._continues_directly)
                 except CommandWaits:
@@ -397,11 +398,11 @@ class TrainingLoop:
             self._evaluator.evaluate_and_report(step, self._leadership.epoch)
 
     def _is_last(self, step: int) -> bool:
-        # One of the models may have applied the pending step, so it is finished before a stop.
-        pending = self._steps.pending_step == step + 1
-        # A run does not stop before a step that it had committed.
-        recomputing = step < self._leadership.recovery_point.committed
-        return step == self._num_steps or (self._control.stopping and not pending and not recomputing)
+        return step == self._num_steps or (self._control.stopping and not self._must_finish(step + 1))
+
+    def _must_finish(self, step: int) -> bool:
+        # One of the models may have applied the pending step. And a run does not stop before a step that it had committed.
+        return self._steps.pending_step == step or step <= self._leadership.recovery_point.committed
 
     def _process_commands(self, step: int) -> None:
         """Carry out the commands of users between two steps, and wait while the run is paused. Raises RollbackRequested."""

@@ -11,6 +11,7 @@ from quartet.buffer.connection import Redis
 from quartet.buffer.traffic import SessionRequest, SessionState, TrafficStore
 from quartet.contract.trajectory import FinishReason, Segment, SegmentRole, TrajectoryId
 from quartet.contract.turn_record import RecordedTurn
+from quartet.errors import FailedPrecondition
 
 HOUR = 3600.0
 
@@ -30,7 +31,7 @@ def answered(store: TrafficStore, id: str, requests: int = 1) -> str:
     store.open(id, "owner", HOUR)
     for number in range(requests):
         assert store.append_turn(id, turn(number))
-        assert store.append_request(id, number, SessionRequest("/v1/completions", b"{}\n%d" % number), HOUR)
+        assert store.append_request(id, number, SessionRequest("/v1/completions", b"{}\n%d" % number, (number,)), HOUR)
     return id
 
 
@@ -197,3 +198,35 @@ def test_a_run_does_not_take_sessions_of_another_one_with_its_name(store: Traffi
     assert store.take(place(1, 0)) is None
     assert store.info("taken") is None
     assert not list(redis_client.scan_iter(match=f"{store._prefix}*"))
+
+
+def test_a_second_call_does_not_drop_what_the_first_has_taken_instead(store: TrafficStore) -> None:
+    for id in ("old", "new", "newer"):
+        rewarded(store, id)
+    assert store.take(place(9, 0)) == "old"
+    for _ in range(2):
+        store.drop(place(9, 0), "old", SessionState.STALE)
+        assert store.take(place(9, 0)) == "new"
+    assert state(store, "newer") is SessionState.REWARDED
+
+
+def test_a_call_that_was_left_takes_nothing_for_a_committed_step(store: TrafficStore) -> None:
+    rewarded(store, "a")
+    rewarded(store, "b")
+    assert store.take(place(2, 0)) == "a"
+    store.forget_step(2)
+    for step in (1, 2):
+        with pytest.raises(FailedPrecondition, match="is committed"):
+            store.take(place(step, 1))
+    # A run that computes a step again takes sessions for it.
+    store.forget_before(2)
+    assert store.take(place(2, 1)) == "b"
+
+
+def test_an_answer_counts_as_delivered_only_once_that_is_recorded(store: TrafficStore) -> None:
+    store.open("a", "owner", HOUR)
+    store.append_turn("a", turn(0))
+    assert store.append_request("a", 0, SessionRequest("/v1/completions", b"", (0,), delivered=False), HOUR)
+    assert [(each.turns, each.delivered) for each in store.load("a")[0]] == [((0,), False)]
+    store.set_delivered("a", 0, True)
+    assert [each.delivered for each in store.load("a")[0]] == [True]

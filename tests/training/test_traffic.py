@@ -243,11 +243,12 @@ def test_users_do_not_see_sessions_of_other_keys(waiting: Endpoint) -> None:
     [
         (b"", "expected a JSON object"),
         (b"[1]", "expected an object such as"),
-        (b'{"reward": "1"}', "expected a finite number"),
-        (b'{"reward": true}', "expected a finite number"),
-        (b'{"reward": NaN}', "expected a finite number"),
+        (b'{"reward": "1"}', "expected a number from"),
+        (b'{"reward": true}', "expected a number from"),
+        (b'{"reward": NaN}', "expected a number from"),
         (b'{"reward": 1, "step": 2}', "expected an object such as"),
         (b'{"reward": 1, "logged": [1]}', "expected an object of numbers"),
+        (b'{"reward": 1, "logged": {"a": null}}', "expected an object of numbers"),
     ],
 )
 def test_a_malformed_reward_changes_nothing(waiting: Endpoint, body: bytes, problem: str) -> None:

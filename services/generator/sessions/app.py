@@ -315,7 +315,7 @@ class _Delivery(Response):
                     await send({"type": "http.response.body", "body": held.popleft(), "more_body": True})
             # An empty part, to wait until the client has read most of what is before it.
             await send({"type": "http.response.body", "body": b"", "more_body": True})
-            self._session.set_delivered(self._answer, not await request.is_disconnected())
+            await self._session.deliver(self._answer, not await request.is_disconnected())
             await send({"type": "http.response.body", "body": b"".join(held), "more_body": False})
         finally:
             self._session.release(self._answer)

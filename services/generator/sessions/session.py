@@ -213,6 +213,10 @@ class Session:
         if delivered:
             answer.choices = None
 
+    async def deliver(self, answer: Answer, delivered: bool) -> None:
+        """Take note whether a connection got an answer, before its end is sent."""
+        self.set_delivered(answer, delivered)
+
     @property
     def consumed(self) -> tuple[int, int]:
         """Tokens and turns of the answers that the agent got: at most those of the trajectory."""
@@ -280,11 +284,13 @@ class Session:
             record = waiting.popleft()
             self._counts["recorded"] += 1
         else:
-            index, self._next_index = self._next_index, self._next_index + 1
+            index = self._next_index
             generated = await self._generate(
                 GenerationRequest(self.id, placement.prompt_ids, index, max_tokens, self._greedy)
             )
             record = await self._on_thread(self._record, call, index, request, generated)
+            # Not before: an index without a record would hide the records after it.
+            self._next_index = index + 1
             self._counts["generated"] += 1
         self._turns += 1
         turn = Turn(record, len(placement.prompt_ids))

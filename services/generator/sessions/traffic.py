@@ -37,7 +37,7 @@ from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.logged_values import cleaned
 from quartet.contract.trajectory import Trajectory, TrajectoryId
 from quartet.contract.turn_record import EpisodeRecord, RecordedTurn
-from quartet.errors import FailedPrecondition, QuartetError, ServiceUnavailable
+from quartet.errors import BufferFailed, FailedPrecondition, QuartetError, ServiceUnavailable
 from quartet.services.generator.sessions.protocol import (
     CHAT_PATH,
     Call,
@@ -82,21 +82,37 @@ class User:
     owner: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A turn that a session waits for."""
+
+    session: str
+    request: GenerationRequest
+    future: asyncio.Future[Trajectory]
+
+
 class TrafficTurns:
     """Turns that users wait for, as a source for an engine. See ``TurnSource``. Thread-safe."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[GenerationRequest] = queue.SimpleQueue()
-        self._waiting: dict[TrajectoryId, tuple[GenerationRequest, asyncio.Future[Trajectory]]] = {}
+        self._waiting: dict[TrajectoryId, _Waiting] = {}
+        self._lock = threading.Lock()
+        self._closed: QuartetError | None = None
+        self._served: set[str] = set()
         self._first: GenerationRequest | None = None
         self._stops: Callable[[], bool] = lambda: False
         self._idle_since = 0.0
 
-    def put(self, request: GenerationRequest) -> asyncio.Future[Trajectory]:
-        """Ask for a turn. Call it on the event loop of the result."""
+    def put(self, session: str, request: GenerationRequest) -> asyncio.Future[Trajectory]:
+        """Ask for a turn of a session. Call it on the event loop of the result."""
         future = asyncio.get_running_loop().create_future()
-        self._waiting[request.id] = request, future
-        self._queue.put(request)
+        with self._lock:
+            if self._closed is not None:
+                future.set_exception(self._closed)
+                return future
+            self._waiting[request.id] = _Waiting(session, request, future)
+            self._queue.put(request)
         return future
 
     def wait(self, seconds: float) -> bool:
@@ -131,23 +147,39 @@ class TrafficTurns:
         return requests
 
     def request_of(self, id: TrajectoryId) -> GenerationRequest:
-        return self._waiting[id][0]
+        return self._waiting[id].request
 
     def finish(self, turn: Trajectory) -> None:
         """Give a turn to its session."""
         self._idle_since = time.monotonic()
-        _, future = self._waiting.pop(turn.id)
-        future.get_loop().call_soon_threadsafe(_set_result, future, turn)
+        waiting = self._waiting.pop(turn.id)
+        self._served.add(waiting.session)
+        waiting.future.get_loop().call_soon_threadsafe(_set_result, waiting.future, turn)
+
+    @property
+    def served(self) -> set[str]:
+        """The sessions that got turns since ``forget_served``. For the thread of the engine, as ``forget_served``."""
+        return set(self._served)
+
+    def forget_served(self) -> None:
+        """Forget the sessions that got turns."""
+        self._served.clear()
+
+    def close(self, error: QuartetError) -> None:
+        """Give an error to all sessions that wait for a turn, and to those that ask for one from now on."""
+        self._closed = error
+        self.fail(error)
 
     def fail(self, error: QuartetError) -> None:
         """Give an error to all sessions that wait for a turn."""
-        self._first = None
-        with suppress(queue.Empty):
-            while True:
-                self._queue.get_nowait()
-        for id in [*self._waiting]:
-            _, future = self._waiting.pop(id)
-            future.get_loop().call_soon_threadsafe(_set_error, future, error)
+        with self._lock:
+            self._first = None
+            with suppress(queue.Empty):
+                while True:
+                    self._queue.get_nowait()
+            failed, self._waiting = [*self._waiting.values()], {}
+        for each in failed:
+            each.future.get_loop().call_soon_threadsafe(_set_error, each.future, error)
 
 
 class TrafficSessions:
@@ -185,8 +217,6 @@ class TrafficSessions:
         self._loading: dict[str, asyncio.Task[_TrafficSession]] = {}
         self.turns = TrafficTurns()
         self.counts: Counter[str] = Counter()
-        self._served_lock = threading.Lock()
-        self._served: set[str] = set()
         server.admit_users(self)
 
     @property
@@ -306,12 +336,6 @@ class TrafficSessions:
         """End the sessions whose time is over."""
         self._store.expire()
 
-    def take_served(self) -> set[str]:
-        """Return the sessions that got turns since the last call."""
-        with self._served_lock:
-            served, self._served = self._served, set()
-        return served
-
     def spoil(self, sessions: Collection[str]) -> None:
         """Take note that the weights were not those of their digest when turns of these sessions were generated."""
         for id in sessions:
@@ -329,25 +353,27 @@ class TrafficSessions:
         try:
             future = asyncio.run_coroutine_threadsafe(self._build(id), self._server.loop)
             return future.result(TAKE_SECONDS)
-        except (ServiceUnavailable, TimeoutError):
+        except (ServiceUnavailable, BufferFailed, TimeoutError):
             raise
         except Exception as error:
             log.error("session cannot be built again", session=id, error=f"{type(error).__name__}: {error}")
             return None
 
     async def _build(self, id: str) -> Trajectory | None:
-        info = await self._on_thread(self._store.info, id)
-        if info is None or info.reward is None or await self._on_thread(self._store.is_spoiled, id):
+        run = asyncio.get_running_loop().run_in_executor
+        info = await run(self._server.threads, self._store.info, id)
+        if info is None or info.reward is None or await run(self._server.threads, self._store.is_spoiled, id):
             return None
         session = self._new_session(info)
         await session.repeat()
         trajectory = await session.result(info.reward, "")
-        logged = logged_of(await self._on_thread(self._store.logged, id))
+        logged = logged_of(await run(self._server.threads, self._store.logged, id))
         return None if trajectory is None else replace(trajectory, logged={**logged, "session": id})
 
     async def _loaded_session(self, info: SessionInfo) -> _TrafficSession:
         known = self._loaded.get(info.id)
-        if known is not None and not known.is_outdated and known.num_requests >= info.requests:
+        # While it answers, it may be ahead of what was read. Otherwise another process has continued the session.
+        if known is not None and not known.is_outdated and (known.num_requests >= info.requests or known.is_answering):
             self._loaded.move_to_end(info.id)
             return known
         if (task := self._loading.get(info.id)) is None:
@@ -358,8 +384,13 @@ class TrafficSessions:
 
     async def _load(self, info: SessionInfo) -> _TrafficSession:
         session = self._new_session(info)
+        if (known := self._loaded.get(info.id)) is not None:
+            await known.settle()
         try:
             await session.repeat()
+        except (ServiceUnavailable, BufferFailed) as error:
+            log.error("the buffer failed", error=str(error))
+            raise _unavailable() from error
         except QuartetError as error:
             log.error("session cannot be continued", session=info.id, error=str(error))
             raise ProtocolError(
@@ -400,9 +431,7 @@ class TrafficSessions:
 
     def generate(self, session: str, request: GenerationRequest) -> asyncio.Future[Trajectory]:
         """Ask for a turn of a session."""
-        with self._served_lock:
-            self._served.add(session)
-        return self.turns.put(request)
+        return self.turns.put(session, request)
 
     def run(self, work: Any) -> None:
         """Run a coroutine to its end."""
@@ -458,24 +487,24 @@ class _TrafficSession(_UserSession):
         self._store, self._seconds = store, seconds
         self._numbers: dict[Answer, int] = {}
         self.num_requests = 0
-        self._lost: set[int] = set()
         self._stored_bytes = 0
         self.is_outdated = self._is_repeating = False
 
     @property
     def is_busy(self) -> bool:
         """True while a client waits for an answer."""
-        return any(answer.waiting for answers in self._answers.values() for answer in answers)
+        waits = any(answer.waiting for answers in self._answers.values() for answer in answers)
+        return waits or self.is_answering
 
     async def repeat(self) -> None:
         """Repeat the recorded requests, which the recorded turns answer. Raises FailedPrecondition if one has none."""
         requests, record = await self._on_thread(self._store.load, self.info.id)
-        self.use_records(record)
         self._is_repeating = True
         for number, request in enumerate(requests):
             self._stored_bytes += await self._on_thread(lambda request=request: len(packed(request)))
             parse = parse_chat if request.path == CHAT_PATH else parse_completion
             _, call = await self._on_thread(parse, request.body)
+            self.use_records(EpisodeRecord(tuple(record.turns[index] for index in request.turns)))
             answer = self.answer(call, False, None)
             try:
                 assert answer.task is not None
@@ -483,24 +512,39 @@ class _TrafficSession(_UserSession):
             except ProtocolError as error:
                 raise FailedPrecondition(f"request {number} is refused now: {error}") from None
             self.set_delivered(answer, request.delivered)
-            self._lost |= set() if request.delivered else {number}
             self.release(answer)
+        # Turns of requests whose answers could not be recorded. An equal request gets them.
+        used = {index for request in requests for index in request.turns}
+        self.use_records(EpisodeRecord(tuple(turn for turn in record.turns if turn.index not in used)))
+        self._next_index = len(record.turns)
         self._is_repeating = False
 
-    def set_delivered(self, answer: Answer, delivered: bool) -> None:
-        changed = answer.delivered != delivered
-        super().set_delivered(answer, delivered)
+    async def deliver(self, answer: Answer, delivered: bool) -> None:
         number = self._numbers.get(answer)
-        # It is recorded as delivered before it leaves.
-        if changed and number is not None and not self._is_repeating and (not delivered or number in self._lost):
-            self._lost ^= {number}
-            self._traffic.run(self._record_delivery(number, delivered))
-
-    async def _record_delivery(self, number: int, delivered: bool) -> None:
-        with suppress(QuartetError):
+        # An answer is recorded as not delivered first.
+        if number is not None and delivered != answer.delivered:
             await self._on_thread(self._store.set_delivered, self.info.id, number, delivered)
+        self.set_delivered(answer, delivered)
+
+    async def settle(self) -> None:
+        """Take no further requests, and wait for the one that is answered."""
+        self.is_outdated = True
+        async with self._lock:
+            pass
+
+    @property
+    def is_answering(self) -> bool:
+        """True while a request is answered."""
+        return self._lock.locked()
+
+    def _failed(self) -> ProtocolError:
+        # What is recorded is not known.
+        self.is_outdated = True
+        return super()._failed()
 
     async def _complete_choices(self, answer: Answer, call: Call) -> None:
+        if self.is_outdated:
+            raise self._outdated()
         if self._stored_bytes > MAX_SESSION_BYTES and not self._is_repeating:
             raise invalid(
                 f"Session {self.info.id}: its requests have more than {MAX_SESSION_BYTES} bytes; begin another one.",
@@ -509,7 +553,8 @@ class _TrafficSession(_UserSession):
         await super()._complete_choices(answer, call)
         number = self.num_requests
         if not self._is_repeating:
-            request = SessionRequest(call.path, call.body)
+            turns = tuple(turn.record.index for turn in answer.turns)
+            request = SessionRequest(call.path, call.body, turns, delivered=False)
             self._stored_bytes += len(packed(request))
             done = await self._on_thread(self._store.append_request, self.info.id, number, request, self._seconds)
             if not done:
@@ -618,10 +663,14 @@ def _reward(body: bytes) -> tuple[float, str]:
     reward, logged = given["reward"], given.get("logged") or {}
     is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
     if not is_number or not -MAX_SETTING <= reward <= MAX_SETTING:
-        raise invalid("reward: expected a finite number", "reward", "invalid_value")
-    if not isinstance(logged, dict):
-        raise invalid("logged: expected an object of numbers, booleans and texts", "logged", "invalid_value")
-    return float(reward), json.dumps(cleaned(logged))
+        raise invalid(f"reward: expected a number from -{MAX_SETTING:g} to {MAX_SETTING:g}", "reward", "invalid_value")
+    if not isinstance(logged, dict) or cleaned(logged) != logged or (given.get("logged") is not None and not logged):
+        raise invalid(
+            "logged: expected an object of numbers, booleans and texts, with names of letters, digits and _",
+            "logged",
+            "invalid_value",
+        )
+    return float(reward), json.dumps(logged)
 
 
 def _unavailable() -> ProtocolError:

@@ -22,6 +22,7 @@ from quartet.buffer.connection import Redis, translate_errors
 from quartet.codec.turn_records import turn_from_bytes, turn_to_bytes
 from quartet.contract.trajectory import TrajectoryId
 from quartet.contract.turn_record import EpisodeRecord, RecordedTurn
+from quartet.errors import FailedPrecondition
 
 Result = TypeVar("Result")
 
@@ -65,10 +66,14 @@ class SessionInfo:
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest:
-    """A request with an answer. ``path`` is that of its endpoint, ``delivered`` False if its client did not get the answer."""
+    """A request with an answer.
+
+    ``path`` is that of its endpoint. ``turns``: indices of the turns that answer it. ``delivered``: its client got the answer.
+    """
 
     path: str
     body: bytes
+    turns: tuple[int, ...] = ()
     delivered: bool = True
 
 
@@ -79,7 +84,9 @@ class TrafficStore:
         """``lost`` is called if a command cannot reach the server."""
         self._client, self._url, self._lost = client, url, lost
         self._prefix = f"quartet:{run}:traffic:"
-        self._queue, self._open = f"{self._prefix}rewarded", f"{self._prefix}open"
+        self._queue, self._open, self._committed = (
+            f"{self._prefix}{name}" for name in ("rewarded", "open", "committed")
+        )
 
     def info(self, id: str) -> SessionInfo | None:
         """Return a session, None if there is none with this id."""
@@ -158,6 +165,8 @@ class TrafficStore:
                 return False
             pipe.multi()
             pipe.hset(key, mapping={f"request/{number}": packed(request)})
+            if not request.delivered:
+                pipe.hset(key, f"lost/{number}", 1)
             pipe.hset(key, "requests", number + 1)
             pipe.zadd(self._open, {id: time.time() + seconds})
             return True
@@ -183,8 +192,10 @@ class TrafficStore:
             fields: Mapping[Any, Any] = self._client.hgetall(self._session(id))
         requests: list[SessionRequest] = []
         while (value := fields.get(f"request/{len(requests)}".encode())) is not None:
-            path, _, body = zlib.decompress(value).partition(b"\n")
-            requests.append(SessionRequest(path.decode(), body, f"lost/{len(requests)}".encode() not in fields))
+            head, _, body = zlib.decompress(value).partition(b"\n")
+            path, *indices = head.decode().split(" ")
+            delivered = f"lost/{len(requests)}".encode() not in fields
+            requests.append(SessionRequest(path, body, tuple(map(int, indices)), delivered))
         turns: list[RecordedTurn] = []
         while (value := fields.get(f"turn/{len(turns)}".encode())) is not None:
             turns.append(turn_from_bytes(value))
@@ -239,10 +250,15 @@ class TrafficStore:
         return {name.decode(): value.decode() for name, value in fields.items()}
 
     def take(self, trajectory: TrajectoryId) -> str | None:
-        """Return the session of a trajectory: the one that it has, or the first of the queue. None if the queue is empty."""
+        """Return the session of a trajectory: the one that it has, or the first of the queue. None if the queue is empty.
+
+        Raises FailedPrecondition if the step is committed: a call that its caller has left takes no more sessions.
+        """
         steps, name = self._step(trajectory.step), f"{trajectory.prompt}/{trajectory.sample}"
 
         def write(pipe: Any) -> bytes | None:
+            if trajectory.step <= int(pipe.get(self._committed) or 0):
+                raise FailedPrecondition(f"step {trajectory.step} is committed; it takes no further session")
             earlier: bytes | None = pipe.hget(steps, name)
             first: bytes | None = pipe.lindex(self._queue, 0)
             if earlier is not None or first is None:
@@ -257,15 +273,21 @@ class TrafficStore:
             return first
 
         with self._translated():
-            id = self._transaction(write, steps, self._queue)
+            id = self._transaction(write, steps, self._queue, self._committed)
         return None if id is None else id.decode()
 
     def drop(self, trajectory: TrajectoryId, id: str, state: SessionState) -> None:
-        """End a session that cannot be trained, so that its trajectory takes another one."""
-        with self._translated(), self._client.pipeline(transaction=True) as pipe:
-            pipe.hdel(self._step(trajectory.step), f"{trajectory.prompt}/{trajectory.sample}")
-            self._end(pipe, id, {"state": state.value})
-            pipe.execute()
+        """End a session that cannot be trained, so that its trajectory takes another one, unless it has another one already."""
+        steps, name = self._step(trajectory.step), f"{trajectory.prompt}/{trajectory.sample}"
+
+        def write(pipe: Any) -> None:
+            if pipe.hget(steps, name) == id.encode():
+                pipe.multi()
+                pipe.hdel(steps, name)
+                self._end(pipe, id, {"state": state.value})
+
+        with self._translated():
+            self._transaction(write, steps)
 
     def delete(self, id: str) -> SessionInfo | None:
         """Delete what a session has, unless a step has taken it. Return it as it is then, None if there is none."""
@@ -311,11 +333,13 @@ class TrafficStore:
                     pipe, id, fields | ({"reward": repr(info.reward)} if info and info.reward is not None else {})
                 )
                 pipe.execute()
-        with self._translated():
-            self._client.unlink(self._step(step))
+        with self._translated(), self._client.pipeline(transaction=True) as pipe:
+            pipe.set(self._committed, step)
+            pipe.unlink(self._step(step))
+            pipe.execute()
 
     def forget_before(self, first: int) -> None:
-        """Do ``forget_step`` for all steps before ``first``."""
+        """Do ``forget_step`` for all steps before ``first``. The others take sessions, also if they were committed."""
         prefix = f"{self._prefix}step:"
         with self._translated():
             names = [
@@ -323,12 +347,15 @@ class TrafficStore:
             ]
         for step in sorted(int(name) for name in names if name.isdecimal() and int(name) < first):
             self.forget_step(step)
+        with self._translated():
+            self._client.set(self._committed, first - 1)
 
     def forget_all(self) -> None:
         """End all sessions that no step has taken: policies that the run does not have any more may have answered them."""
         with self._translated():
             queued: Any = self._client.lrange(self._queue, 0, -1)
             unrewarded: Any = self._client.zrange(self._open, 0, -1)
+            self._client.unlink(self._committed)
         for id in [*queued, *unrewarded]:
             self._end_unless_taken(id.decode(), SessionState.STALE)
 
@@ -373,7 +400,8 @@ class TrafficStore:
 
 def packed(request: SessionRequest) -> bytes:
     """Return a request as it is stored. Each one repeats the conversation before it, which compresses well."""
-    return zlib.compress(request.path.encode() + b"\n" + request.body)
+    head = " ".join([request.path, *map(str, request.turns)])
+    return zlib.compress(head.encode() + b"\n" + request.body)
 
 
 def logged_of(text: str) -> dict[str, Any]:

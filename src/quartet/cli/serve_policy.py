@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import yaml
@@ -67,14 +66,14 @@ def serve(given: Path, listen: str, overrides: list[str]) -> None:
     config = load_config(path, [f"environment.agent.listen={listen}", *overrides, *environment_overrides()])
     scheme = "http" if config.security.certificates is None else "https"
     console.print(
-        f"endpoint: {scheme}://{config.environment.agent.listen}/v1, model {config.run.name}\n"
+        f"endpoint, once the services are ready: {scheme}://{config.environment.agent.listen}/v1, model {config.run.name}\n"
         f"keys: {config.environment.traffic.viewer_keys_file} for users, "
         f"{config.environment.traffic.operator_keys_file} for rewards",
         soft_wrap=True,
     )
-    resumes = RunFiles(config.run_directory).last_step() > 0
+    resumes = RunFiles(config.run_directory).is_run()
     run(config, overwrite=False, resume=resumes)
-    console.print(f"to serve it again: quartet serve {quote(str(given))}", soft_wrap=True)
+    console.print("the same command serves it again", soft_wrap=True)
 
 
 def traffic_tree(config: Config, files: RunFiles, listen: str) -> dict[str, Any]:
