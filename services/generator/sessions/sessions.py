@@ -227,7 +227,7 @@ class Sessions:
         )
         self._episodes[id] = episode
         await session.load()
-        if self._is_closed:
+        if self._is_closed or id not in self._episodes:  # It was left out meanwhile.
             return
         episode.session, episode.key = session, new_session_key()
         access.server.register(episode.key, session)
@@ -269,7 +269,7 @@ class Sessions:
         if isinstance(result, QuartetError):
             raise result
         trajectory = await session.result(result.reward, self._batch.generator)
-        if self._is_closed:
+        if self._is_closed or episode.session is not session:  # It was left out meanwhile.
             return
         outcome, detail = result.outcome, result.detail
         if outcome is Outcome.OK and trajectory is None:

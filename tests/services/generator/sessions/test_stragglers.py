@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import httpx2 as httpx
+import pytest
 
 from quartet.contract.agent import AgentResult, AgentRun
 from quartet.contract.generation import GenerationBatch, GenerationRequest
-from quartet.contract.trajectory import FinishReason, Outcome, TrajectoryId
+from quartet.contract.trajectory import FinishReason, Outcome, Trajectory, TrajectoryId
+from quartet.contract.turn_record import EpisodeRecord
+from quartet.services.generator.sessions.session import Session
 from tests.services.generator.sessions.harness import Rig, Script, wait_until
 from tests.services.generator.sessions.test_survival import ask, dialogue, post, user
 
@@ -78,6 +83,64 @@ def test_an_agent_that_asks_again_learns_that_its_episode_has_ended(
     assert [item.outcome for item in others] == [Outcome.OK] * KEPT
     assert rig.agents is not None
     assert [getattr(error, "status_code", None) for error in rig.agents.errors] == [401]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_episode_may_be_left_out_while_its_agent_ends_or_starts_again(
+    rig: Rig, run: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_left_out = threading.Event()
+    original, records = Session.result, rig.records
+    rig.max_attempts = lambda outcome: 2
+
+    async def result(session: Session, reward: float | None, generator: str) -> Trajectory | None:
+        trajectory = await original(session, reward, generator)
+        if not session.id.sample and not fails:
+            await asyncio.to_thread(is_left_out.wait, 20)
+        return trajectory
+
+    class Slow:
+        """Records that are loaded for a second attempt once its episode is left out."""
+
+        def __init__(self, batch: GenerationBatch) -> None:
+            self._records = records(batch)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._records, name)
+
+        def load(self, id: TrajectoryId) -> EpisodeRecord:
+            found: EpisodeRecord = self._records.load(id)
+            assert not found.turns or is_left_out.wait(20)
+            return found
+
+    monkeypatch.setattr(Session, "result", result)
+    rig.records = Slow
+    ended = threading.Event()
+
+    def agent(start: AgentRun) -> AgentResult:
+        if sample_of(start) == 3:
+            # A greedy episode, which keeps the call open.
+            assert is_left_out.wait(20)
+            return dialogue(start, turns=4)
+        if sample_of(start):
+            assert ended.wait(20)
+            return dialogue(start, turns=1)
+        dialogue(start, turns=4)
+        ended.set()
+        return AgentResult.failed(Outcome.TIMEOUT, "slow") if fails else AgentResult(1.0)
+
+    def watch() -> None:
+        wait_until(lambda: rig.agents is not None and rig.agents.cancelled == 1)
+        is_left_out.set()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    long, *others = rig.checked(samples(rig, run, 4, greedy=1), agent)
+    thread.join()
+    assert long.outcome is Outcome.LEFT_OUT
+    assert [item.outcome for item in others] == [Outcome.OK] * (KEPT + 1)
+    assert rig.agents is not None
+    assert len(rig.agents.runs) == 4
 
 
 def test_greedy_episodes_neither_end_nor_end_others(scripted: Callable[[Script], Rig], run: str) -> None:
