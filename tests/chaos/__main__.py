@@ -17,8 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.chaos import page
-from tests.chaos.cases import CASES, GROUPS, PARTS, Case, part_of
+from tests.chaos.cases import CASES, PARTS, TURN_PARTS, Case, part_of
 from tests.chaos.runs import ChaosSetup, Result, disturb
+from tests.chaos.turns import Observer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", action="append", metavar="NAME", help="run only this case; may be repeated")
-    parser.add_argument("--groups", action="store_true", help="run only the cases of worker groups")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--part", action="append", choices=names, help="run only this part; may be repeated")
     parser.add_argument("--list", action="store_true", help="print the names of all cases")
     parser.add_argument(
         "--resume", action="store_true", help="continue where the last call stopped; failed cases run again"
@@ -44,18 +46,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(case.name for case in CASES))
         return 0
-    chosen = _chosen(options.only) if options.only else GROUPS.cases if options.groups else CASES
+    parts = [part for part in PARTS if part.name in (options.part or names)]
+    if options.stale:
+        parts = [part for part in parts if part not in TURN_PARTS]
+    chosen = _chosen(options.only) if options.only else [case for part in parts for case in part.cases]
     if not (options.resume or options.only):
         shutil.rmtree(options.folder, ignore_errors=True)
     if options.stale:
         options.folder /= "stale"
     recorded = options.folder / "results.jsonl"
     results = _read(recorded) if options.resume else {}
-    setups = {part: ChaosSetup(options.folder / part.name, options.stale, part.ranks, fresh=True) for part in PARTS}
+    # The cases of long episodes start as forks, which is faster: the others show that a start as users do it is the same.
+    setups = {
+        part: ChaosSetup(
+            options.folder / part.name,
+            options.stale,
+            part.ranks,
+            fresh=part.episodes is None,
+            episodes=part.episodes,
+        )
+        for part in {part_of(case): None for case in chosen}
+    }
     for number, case in enumerate(chosen, 1):
         if case.name in results and not results[case.name].problems:
             continue
-        result = results[case.name] = disturb(case, setups[part_of(case)])
+        part = part_of(case)
+        observers = () if part.episodes is None else Observer(case, part.episodes).steps
+        result = results[case.name] = disturb(case, setups[part], *observers)
         with recorded.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**asdict(result), "at": time.time()}) + "\n")
         _show(f"{number}/{len(chosen)}", result)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from quartet.system.failpoints import VARIABLE
+
 STEPS = 6
 CHECKPOINT_EVERY = 2
 KEPT = (4, 6)
@@ -20,6 +22,8 @@ PROCESSES = ("orchestrator", "actor", "critic", "reward", "reference", "redis")
 """Processes that a run needs. The launcher starts, monitors and restarts them."""
 GATEWAY = "gateway"
 """A process that the launcher restarts, but that a run does not need."""
+AGENT = "agent"
+"""The process of one agent, which the environment service starts."""
 EVERYTHING = "everything"
 """The launcher with every process that it started. The suite then runs `quartet train --resume`."""
 RANKS = ("actor-0", "actor-1", "critic-0", "critic-1")
@@ -33,6 +37,8 @@ KILL, STOP = "SIGKILL", "SIGSTOP"
 STOPPED_SECONDS = 1.5
 """Seconds between SIGSTOP and SIGCONT."""
 SEEDS = (0, 1, 2)
+HOLD = "CHAOS_HOLD"
+"""Environment variable of agents with the step and the turn, as STEP/TURN, before which the first of them holds the run."""
 
 
 def role_and_rank(process: str) -> tuple[str, int]:
@@ -47,7 +53,8 @@ class Moment:
 
     ``by_process`` has the failpoints of processes that do not use ``failpoint``. A step passes the failpoint ``per_step`` times,
     and the ``nth`` time is the moment. If ``of_checkpoint`` is set, only a checkpoint passes it, once. If ``at_start`` is set,
-    each process passes it once, before the first step.
+    each process passes it once, before the first step. If ``agent_turn`` is set, an agent holds the run before this turn; it
+    counts from 1.
     """
 
     name: str
@@ -57,6 +64,7 @@ class Moment:
     nth: int = 1
     of_checkpoint: bool = False
     at_start: bool = False
+    agent_turn: int = 0
 
     def setting(self, victim: str, seed: int) -> str:
         """Return the setting of the failpoint: its name, and the pass at which it holds the run."""
@@ -126,9 +134,11 @@ class Case:
         return f"{self.process}-{self.fault}-{self.moment.name}-seed{self.seed}"
 
     @property
-    def setting(self) -> str:
-        """Return the setting of the failpoint that holds the run at the moment."""
-        return self.moment.setting(self.process, self.seed)
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that hold the run at the moment."""
+        if self.moment.agent_turn:
+            return {HOLD: f"{self.moment.step(self.seed)}/{self.moment.agent_turn}"}
+        return {VARIABLE: self.moment.setting(self.process, self.seed)}
 
 
 PAIRS = [
@@ -139,29 +149,71 @@ PAIRS = [
 
 
 @dataclass(frozen=True)
+class LongEpisodes:
+    """Episodes of TURNS turns each, of agents or of an environment.
+
+    ``generators``: processes that generate instead of the actor. ``restores``: the environment has snapshots; without them, its
+    turns are repeated.
+    """
+
+    agents: bool = False
+    generators: int = 1
+    restores: bool = True
+
+
+TURNS = 40
+HELD = (1, 20, 39)
+"""Turns in which a process is killed."""
+EPISODES_PER_STEP = 4
+TURNS_PER_STEP = EPISODES_PER_STEP * TURNS
+
+
+@dataclass(frozen=True, eq=False)
 class Part:
     """A part of the suite, with a table on the page. ``ranks``: processes of actor and of critic."""
 
     name: str
-    ranks: int
     pairs: tuple[tuple[str, str], ...]
+    ranks: int = 1
+    moments: tuple[Moment, ...] = MOMENTS
+    episodes: LongEpisodes | None = None
 
     @property
     def cases(self) -> tuple[Case, ...]:
         """Return the cases, row by row. Each row starts with another seed, so every pair and moment is tested with every seed."""
         return tuple(
             Case(process, fault, moment, (row + column) % len(SEEDS))
-            for row, moment in enumerate(MOMENTS)
+            for row, moment in enumerate(self.moments)
             for column, (process, fault) in enumerate(self.pairs)
         )
 
 
-SERVICES = Part("services", 1, tuple(PAIRS))
-GROUPS = Part("groups", 2, tuple((process, fault) for process in RANKS for fault in (KILL, STOP)))
-PARTS = (SERVICES, GROUPS)
+def part_of_turns(name: str, episodes: LongEpisodes, *processes: str) -> Part:
+    """Return a part whose moments are in the middle of one episode. The others continue meanwhile, to their end."""
+
+    def moment(turn: int) -> Moment:
+        name_of_turn = f"{name}-turn{turn}"
+        if episodes.agents:
+            return Moment(name_of_turn, AGENT, agent_turn=turn)
+        # Before the environment gets the turn. The episodes take their turns together.
+        nth = (turn - 1) * EPISODES_PER_STEP + 3
+        return Moment(name_of_turn, "environment.stepping", per_step=TURNS_PER_STEP, nth=nth)
+
+    return Part(name, tuple((process, KILL) for process in processes), 1, tuple(map(moment, HELD)), episodes)
+
+
+SERVICES = Part("services", tuple(PAIRS))
+GROUPS = Part("groups", tuple((process, fault) for process in RANKS for fault in (KILL, STOP)), 2)
+TURN_PARTS = (
+    part_of_turns("agents", LongEpisodes(agents=True), AGENT, "environment", "generator", "orchestrator", "redis"),
+    part_of_turns("environment", LongEpisodes(), "environment", "generator", "orchestrator", "redis", EVERYTHING),
+    part_of_turns("actor", LongEpisodes(generators=0), "environment", "actor", EVERYTHING),
+    part_of_turns("replay", LongEpisodes(generators=0, restores=False), "environment", "actor", EVERYTHING),
+)
+PARTS = (SERVICES, GROUPS, *TURN_PARTS)
 CASES = tuple(case for part in PARTS for case in part.cases)
 
 
 def part_of(case: Case) -> Part:
     """Return the part of a case."""
-    return next(part for part in PARTS if (case.process, case.fault) in part.pairs)
+    return next(part for part in PARTS if (case.process, case.fault) in part.pairs and case.moment in part.moments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from tests.chaos.cases import MOMENTS, PARTS, Case, Part
+from tests.chaos.cases import PARTS, Case, Part
 from tests.chaos.runs import Result
 
 
@@ -45,6 +45,8 @@ def _tables(part: Part, results: Mapping[str, Result], about: str) -> str:
     results = {case.name: results[case.name] for case in part.cases if case.name in results}
     failed = sum(bool(result.problems) for result in results.values())
     verdict = "every run is bit-identical to the undisturbed one" if not failed else f"**{failed} failed**"
+    if part.episodes is not None and not failed:
+        verdict += ", and no turn was generated twice"
     lines = [
         f"{len(results)} of {len(part.cases)} cases, {about}: {verdict}.",
         "",
@@ -62,7 +64,7 @@ def _tables(part: Part, results: Mapping[str, Result], about: str) -> str:
         "| moment | " + " | ".join(f"{process} {fault.removeprefix('SIG')}" for process, fault in part.pairs) + " |",
         "|---" * (1 + len(part.pairs)) + "|",
     ]
-    for moment in MOMENTS:
+    for moment in part.moments:
         row = [_cell(case, results.get(case.name)) for case in part.cases if case.moment is moment]
         lines.append(f"| {moment.name} | " + " | ".join(row) + " |")
     return "\n".join([*lines, "", "</details>", ""])

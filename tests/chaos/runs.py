@@ -8,9 +8,10 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,13 @@ import yaml
 
 from quartet.contract.weights import TransferWay
 from quartet.demo.toy_task import ToyTask, make_toy_task
-from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE
+from quartet.system.failpoints import FOLDER_VARIABLE
 from tests.chaos.cases import (
+    AGENT,
     CHECKPOINT_EVERY,
+    EPISODES_PER_STEP,
     EVERYTHING,
+    HOLD,
     KEPT,
     KILL,
     MINI_BATCHES,
@@ -30,7 +34,9 @@ from tests.chaos.cases import (
     SCORE_BATCH,
     STEPS,
     STOPPED_SECONDS,
+    TURNS,
     Case,
+    LongEpisodes,
     role_and_rank,
 )
 from tests.e2e.commands import QUARTET, Command, CommandResult
@@ -72,18 +78,19 @@ class ChaosSetup:
         fresh: bool = False,
         generators: int = 0,
         way: TransferWay = "shared memory",
-        corridor: Mapping[str, Any] | None = None,
+        episodes: LongEpisodes | None = None,
     ) -> None:
         """``stale``: train one step off-policy. ``ranks``: processes of actor and of critic. ``turns``: with an environment.
 
         ``dynamic_sampling``: groups of two responses, with a reward function that scores some of them alike.
         ``greedy_baselines``: estimator remax. ``fresh``: start commands as users do, without forks of the tests. ``generators``:
         processes that generate instead of the actor, and may be killed any number of times; ``way``: how they get weights.
-        ``corridor``: arguments of an environment whose episodes all have the same number of turns.
+        ``episodes``: long ones, with their own number of generators.
         """
         self.folder, self.fresh = folder.absolute(), fresh
         self.folder.mkdir(parents=True, exist_ok=True)
         toy_task = self._toy_task()
+        generators = generators if episodes is None else episodes.generators
         tree: dict[str, Any] = {
             "run": {"name": RUN, "steps": STEPS},
             "data": {"prompts": str(toy_task.prompts), "max_prompt_tokens": 24},
@@ -126,11 +133,13 @@ class ChaosSetup:
                 "arguments": {"turns": turns},
                 "num_workers": 2,
             }
-        if corridor is not None:
+        if episodes is not None:
             # As many tokens as the positions of the model allow.
-            limits = {"max_turns": corridor["turns"], "max_turn_tokens": 1, "max_response_tokens": 100}
-            tree["rollout"] |= limits
-            tree["environment"] = {"class_name": "tests.chaos.corridor:Corridor", "arguments": dict(corridor)}
+            limits = {"max_turns": TURNS, "max_turn_tokens": 1, "max_response_tokens": 100}
+            tree["rollout"] |= {"prompts_per_step": EPISODES_PER_STEP, **limits}
+            tree["environment"] = self._agent() if episodes.agents else corridor(episodes.restores)
+            if episodes.agents:
+                tree["reward"], tree["critic"]["model"] = {"source": "none"}, str(toy_task.reward)
         if dynamic_sampling:
             groups = {"prompts_per_step": PROMPTS_PER_STEP // 2, "samples_per_prompt": 2}
             tree["rollout"] |= {**groups, "dynamic_sampling": True}
@@ -140,6 +149,15 @@ class ChaosSetup:
             tree["algorithm"]["estimator"] = "remax"
         self.config = self.folder / "chaos.yaml"
         self.config.write_text(yaml.safe_dump(tree, sort_keys=False))
+
+    def _agent(self) -> dict[str, Any]:
+        """Return the section of an agent that writes its own text between its turns."""
+        template = self.folder / "template.jinja"
+        template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+        command = [sys.executable, str(Path(__file__).with_name("agent.py")), str(TURNS)]
+        # A special token in an answer, which its text does not have, begins a branch.
+        agent = {"command": command, "pass_variables": [HOLD, FOLDER_VARIABLE], "max_branches": TURNS}
+        return {"kind": "agent", "agent": agent, "chat_template": str(template)}
 
     def _toy_task(self) -> ToyTask:
         return make_toy_task(self.folder / "toy-task", recipe=WIDE)
@@ -159,6 +177,11 @@ class ChaosSetup:
             assert (result.code, result.leftovers) == (0, []), result
             done.touch()
         return directory
+
+
+def corridor(restores: bool) -> dict[str, Any]:
+    """Return the section of an environment whose episodes all have TURNS turns."""
+    return {"class_name": "tests.chaos.corridor:Corridor", "arguments": {"turns": TURNS, "restores": restores}}
 
 
 def train(config: Path, seed: int) -> list[str | Path]:
@@ -229,7 +252,7 @@ class _DisturbedRun:
             command.clean_up()
 
     def _start(self, *options: str) -> Command:
-        environment = {VARIABLE: self._case.setting, FOLDER_VARIABLE: str(self._failpoints), **MODULES}
+        environment = {**self._case.variables, FOLDER_VARIABLE: str(self._failpoints), **MODULES}
         arguments = [*train(self._setup.config, self._case.seed), *options]
         self._commands.append(
             Command(QUARTET, *arguments, cwd=self._folder, environment=environment, fresh=self._setup.fresh)
@@ -246,10 +269,10 @@ class _DisturbedRun:
             release.touch()
             command = self._start("--resume")
         elif self._case.fault == KILL:
-            os.kill(command.child(*role_and_rank(self._case.process)), signal.SIGKILL)
+            os.kill(self._victim(command), signal.SIGKILL)
             release.touch()
         else:
-            victim = command.child(*role_and_rank(self._case.process))
+            victim = self._victim(command)
             os.kill(victim, signal.SIGSTOP)
             release.touch()
             time.sleep(STOPPED_SECONDS)
@@ -259,6 +282,12 @@ class _DisturbedRun:
         self.seconds = time.monotonic() - started
         return command
 
+    def _victim(self, command: Command) -> int:
+        """Return the process id of the victim."""
+        if self._case.process == AGENT:
+            return int((self._failpoints / f"{AGENT}.reached").read_text())
+        return command.child(*role_and_rank(self._case.process))
+
     def _check(self, result: CommandResult) -> None:
         if (result.code, result.err, result.leftovers) != (0, "", []):
             self.problems.append(
@@ -267,7 +296,8 @@ class _DisturbedRun:
         restarts = len(re.findall(r"restarted \(\d+ of", result.out))
         log = (self.directory / "logs" / "orchestrator.log").read_text(errors="replace")
         self.recoveries = restarts + log.count("event='recovery started'") + len(self._commands) - 1
-        if restarts != (self._case.fault == KILL and self._case.process != EVERYTHING):
+        # The environment service runs an agent again.
+        if restarts != (self._case.fault == KILL and self._case.process not in (EVERYTHING, AGENT)):
             self.problems.append(f"{restarts} processes were restarted: {result.out}")
 
 
