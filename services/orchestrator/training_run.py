@@ -219,8 +219,9 @@ class TrainingRun:
         is_own_buffer = lease.claim(loaded.identity.id)
         if not is_own_buffer:
             self._run.experience.keep_only([])
-            if self._run.turns is not None:
-                self._run.turns.forget_other_run()
+            # A run that restarts before its first commit is not known as the owner, and users do not repeat their sessions.
+            if self._run.turns is not None and not self._config.has_traffic:
+                self._run.turns.forget_all()
             loaded.evaluator.forget_turns()
         own_models = [role for role, status in statuses.items() if is_own_buffer or status.leader_epoch <= led_epoch]
         algorithm_state = AlgorithmState(self._config)

@@ -190,16 +190,6 @@ def test_sessions_of_policies_that_the_run_has_no_more_are_ended(store: TrafficS
     assert (store.count_open(), store.count_rewarded()) == (0, 0)
 
 
-def test_a_run_does_not_take_sessions_of_another_one_with_its_name(store: TrafficStore, redis_client: Redis) -> None:
-    rewarded(store, "queued")
-    rewarded(store, "taken")
-    store.take(place(1, 0))
-    store.forget_other_run()
-    assert store.take(place(1, 0)) is None
-    assert store.info("taken") is None
-    assert not list(redis_client.scan_iter(match=f"{store._prefix}*"))
-
-
 def test_a_second_call_does_not_drop_what_the_first_has_taken_instead(store: TrafficStore) -> None:
     for id in ("old", "new", "newer"):
         rewarded(store, id)

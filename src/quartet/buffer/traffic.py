@@ -359,13 +359,6 @@ class TrafficStore:
         for id in [*queued, *unrewarded]:
             self._end_unless_taken(id.decode(), SessionState.STALE)
 
-    def forget_other_run(self) -> None:
-        """Remove everything that another run with this name has left."""
-        with self._translated():
-            keys = list(self._client.scan_iter(match=f"{self._prefix}*", count=1000))
-            for start in range(0, len(keys), 1000):
-                self._client.unlink(*keys[start : start + 1000])
-
     def _end(self, pipe: Any, id: str, fields: Mapping[str, Any]) -> None:
         """Add the commands that leave only the state of a session."""
         key = self._session(id)

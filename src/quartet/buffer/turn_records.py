@@ -65,10 +65,6 @@ class TurnRecordStore:
             for start in range(0, len(old), 1000):
                 self._client.unlink(*old[start : start + 1000])
 
-    def forget_other_run(self) -> None:
-        """Remove everything that another run with this name has left."""
-        self.forget_all()
-
     def forget_all(self) -> None:
         """Remove all records of the run."""
         self.forget_before(2**63)
