@@ -36,6 +36,7 @@ from benchmarks import (
     update,
     weights,
 )
+from benchmarks.agent_sessions import Answer, Load, load_of
 from benchmarks.durability import cost_of, logged_seconds
 from benchmarks.options import PERFORMANCE, add_shared, page_of, parser_of
 from benchmarks.soak import KIB, Sample, faults_of, rows_of
@@ -331,6 +332,18 @@ def test_the_overlap_is_measured_and_drawn_without_the_first_and_last_steps() ->
         + "99999",
         "  updates    " + "·····555555555555555·····666666666666666·····777777777777777·····888888888888888",
     ]
+
+
+def test_the_rate_of_agents_counts_until_the_last_one_that_is_not_slow() -> None:
+    answers = [
+        Answer(1, 1, False, 10.0, 11.0, 4),
+        Answer(1, 1, False, 11.0, 14.0, 6),
+        Answer(1, 2, False, 12.0, 13.0, 8),
+        Answer(1, 10, True, 10.0, 12.0, 2),
+        Answer(1, 10, True, 19.0, 20.0, 50),
+    ]
+    assert load_of(answers) == Load(True, 20 / 4, 1.0, 3)
+    assert load_of(answers[:2]) == Load(False, 10 / 4, 2.0, 1)
 
 
 def test_lengths_of_simulated_responses_are_uniform_and_deterministic() -> None:
