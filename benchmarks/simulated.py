@@ -201,6 +201,7 @@ class SimulatedGenerator(GeneratingModel):
     """A generator whose weights arrive at once."""
 
     role = Role.GENERATOR
+    traffic = None
 
     def status(self) -> ServiceStatus:
         return replace(super().status(), engine=EngineProperties("torch", True, True, "whole", "tensors", "read back"))
