@@ -7,6 +7,7 @@ of further ones get an error in the shape of the others.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import OrderedDict
 from typing import Any
 
@@ -40,6 +41,8 @@ class SessionProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Without it, an answer waits for the client to acknowledge its headers: asyncio sets it only for sockets that name TCP.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._headers = self.loop.call_later(HEADER_SECONDS, transport.abort)
         if self._max_connections is None or len(self.connections) <= self._max_connections:
             self._idle[self] = None

@@ -327,6 +327,15 @@ def test_of_many_sessions_one_after_the_other_only_some_keys_are_kept(
     resources.check(count)
 
 
+def test_answers_do_not_wait_for_acknowledgements(server: SessionServer) -> None:
+    with connect(server) as client:
+        client.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert answer_of(client)[0] == 401
+        (connection,) = server._server.server_state.connections
+        end = connection.transport.get_extra_info("socket")
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 @pytest.fixture(params=[32, pytest.param(app.MAX_CONNECTIONS, marks=pytest.mark.slow)])
 def limit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Limit of connections of a server that is started after this fixture."""
