@@ -100,11 +100,6 @@ def test_models_without_static_decoding_and_mixtures_of_experts_are_not_batch_in
     assert not TorchEngine(tiny.causal(kind), STOPS, 8).batch_invariant
 
 
-def test_the_trial_finds_rows_that_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quartet.models.generation.static_decoding.padded_rows", lambda rows: rows)
-    assert not TorchEngine(tiny.causal("llama"), STOPS, 8).batch_invariant
-
-
 def test_a_large_model_is_tried_in_a_small_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     monkeypatch.setattr(engine_module, "INVARIANCE_FLOPS", 1.0)

@@ -78,6 +78,8 @@ def test_a_difference_that_log_probs_round_away_fails_the_trial(monkeypatch: pyt
 
 
 def test_limits_of_the_instruction_set_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in module.LIMITS:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MKL_CBWR", "AVX2,STRICT")
     with torch_threads(1):
         assert module.processor().endswith(", 1 thread, MKL_CBWR=AVX2,STRICT")
