@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections.abc
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -39,7 +40,7 @@ from quartet.errors import (
 from quartet.services.generator.attestation import Attestation
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
 from quartet.services.generator.sessions.sessions import AgentAccess, generate_sessions
-from quartet.services.generator.sessions.traffic import TrafficSessions
+from quartet.services.generator.sessions.traffic import ATTEST_SECONDS, TrafficSessions
 from quartet.system.failpoints import failpoint
 from quartet.weight_transfer.receiver import PulledWeights
 from quartet.weight_transfer.tensors import WeightSet, combined_digest
@@ -265,12 +266,9 @@ class Generator:
                 held.policy_version,
                 held.weights_digest,
             )
-            start = time.perf_counter()
             traffic.turns.begin(stops)
             try:
-                for response in self._answers(traffic, cancelled):
-                    traffic.turns.finish(self._trajectory(response, batch))
-                self._attest(batch, time.perf_counter() - start)
+                self._serve(traffic, batch, cancelled)
             except Cancelled:
                 raise
             except Exception as error:
@@ -278,23 +276,46 @@ class Generator:
                     self._held, self._loaded = None, b""
                 self._serving_failure = error if isinstance(error, QuartetError) else ServiceFailed(str(error))
                 # As for episodes: no one can attest the weights of these turns any more.
-                traffic.spoil(traffic.turns.served)
-                traffic.turns.forget_served()
+                traffic.end_period(attested=False)
                 raise
-            traffic.turns.forget_served()
 
-    def _answers(self, traffic: TrafficSessions, cancelled: Callable[[], bool]) -> Iterator[EngineResponse]:
-        """Yield the turns that users wait for."""
+    def _serve(self, traffic: TrafficSessions, batch: GenerationBatch, cancelled: Callable[[], bool]) -> None:
+        """Generate turns, and read the weights back every ATTEST_SECONDS and at the end, also if it is cancelled."""
+        start = time.perf_counter()
+        try:
+            with closing(self._answers(traffic, cancelled)) as answers:
+                for response in answers:
+                    if response is not None:
+                        traffic.turns.finish(self._trajectory(response, batch))
+                        continue
+                    seconds = time.perf_counter() - start
+                    # An update may take long. After it, the next turn is early enough.
+                    attested = self._attest(batch, seconds, wait=False) if seconds >= ATTEST_SECONDS else None
+                    if attested is not None:
+                        traffic.end_period(attested)
+                        start = time.perf_counter()
+        except Cancelled:
+            traffic.end_period(bool(self._attest(batch, time.perf_counter() - start)))
+            raise
+        traffic.end_period(bool(self._attest(batch, time.perf_counter() - start)))
+
+    def _answers(
+        self, traffic: TrafficSessions, cancelled: Callable[[], bool]
+    ) -> collections.abc.Generator[EngineResponse | None]:
+        """Yield the turns that users wait for, and None whenever the weights can be read back."""
         engine, turns = self._engine, traffic.turns
         if isinstance(engine, TurnEngine):
-            yield from engine.generate_turns(
+            for response in engine.generate_turns(
                 traffic.longest_requests(), traffic.sampling, traffic.seed, cancelled, turns
-            )
+            ):
+                yield response
+                yield None
             return
         # Those that arrive meanwhile wait for the end of those before them.
         while turns.open:
             if requests := turns.take(wait=True):
                 yield from engine.generate(requests, traffic.sampling, traffic.seed, cancelled)
+                yield None
 
     def _take_sessions(
         self,
@@ -381,14 +402,22 @@ class Generator:
                     self._held, self._loaded = None, b""
             raise
 
-    def _attest(self, batch: GenerationBatch, seconds: float) -> None:
-        """Read the weights back after a generation of ``seconds``. Raises WeightsChanged."""
-        with self._loading:
+    def _attest(self, batch: GenerationBatch, seconds: float, wait: bool = True) -> bool | None:
+        """Read the weights back after a generation of ``seconds``. Raises WeightsChanged.
+
+        Return False if an update has failed meanwhile, so that no one can attest the weights before it. Without ``wait``, do
+        nothing during an update, and return None.
+        """
+        if not self._loading.acquire(blocking=wait):
+            return None
+        try:
             if self._held is None:
-                return  # An update has failed meanwhile. What is written is of the weights before it.
+                return False
             start = time.perf_counter()
             changed, read = self._attestation.changed(self._engine, seconds)
             log.debug("weights attested", tensors=read, seconds=time.perf_counter() - start, of_seconds=seconds)
+        finally:
+            self._loading.release()
         if changed:
             log.error(
                 "weights changed", run=batch.run, step=batch.step, version=batch.policy_version, tensors=changed[:10]
@@ -399,6 +428,7 @@ class Generator:
                 f"{changed[0]}, have changed since version {batch.policy_version} was loaded and verified; the trajectories of "
                 "this call are discarded; if it happens again, check the memory of this machine, and report the engine's version"
             )
+        return True
 
     def _records_of(self, batch: GenerationBatch) -> TurnRecords | None:
         """Return the turn records of a call, None for a call without turns."""

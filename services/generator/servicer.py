@@ -169,7 +169,8 @@ class _Serving:
             # The other work may be an evaluation.
             return self._closed.is_set() or self._compute.pending() > 1 or time.monotonic() > end
 
-        self._core.serve(stops, cancelled)
+        # At the end of the process no one gets the answers any more. Those before them are attested.
+        self._core.serve(stops, lambda: cancelled() or self._closed.is_set())
 
 
 class _Process:

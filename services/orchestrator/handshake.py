@@ -124,6 +124,9 @@ def load_identity(
     stored = Identity.read(files.identity)
     if not started:
         identity = Identity.new(config, micro_batch_tokens, prompt_sets)
+        if stored is not None and config.has_traffic:
+            # The same run, which has not committed a step: its users do not repeat their sessions.
+            identity = replace(identity, id=stored.id)
     elif stored is None:
         raise ConfigError(f"run {files.identity}: is missing; put the file back, or start a new run")
     else:

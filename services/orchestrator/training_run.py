@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 import structlog
 
 from quartet.buffer.lease import Lease
+from quartet.buffer.traffic import TrafficStore
 from quartet.config.root import Config
 from quartet.contract.control import Alert, RunState
 from quartet.contract.status import GeneratorInfo
@@ -219,8 +220,9 @@ class TrainingRun:
         is_own_buffer = lease.claim(loaded.identity.id)
         if not is_own_buffer:
             self._run.experience.keep_only([])
-            # A run that restarts before its first commit is not known as the owner, and users do not repeat their sessions.
-            if self._run.turns is not None and not self._config.has_traffic:
+            if isinstance(self._run.turns, TrafficStore):
+                self._run.turns.remove_all()
+            elif self._run.turns is not None:
                 self._run.turns.forget_all()
             loaded.evaluator.forget_turns()
         own_models = [role for role, status in statuses.items() if is_own_buffer or status.leader_epoch <= led_epoch]

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from quartet.buffer import traffic as module
 from quartet.buffer.connection import Redis
-from quartet.buffer.traffic import SessionRequest, SessionState, TrafficStore
+from quartet.buffer.traffic import SessionInfo, SessionRequest, SessionState, TrafficStore, new_period
 from quartet.contract.trajectory import FinishReason, Segment, SegmentRole, TrajectoryId
 from quartet.contract.turn_record import RecordedTurn
 from quartet.errors import FailedPrecondition
@@ -26,12 +27,22 @@ def turn(index: int, token: int = 7) -> RecordedTurn:
     return RecordedTurn(index, segment, 3, b"d" * 16, FinishReason.EOS, request=b"r" * 16)
 
 
-def answered(store: TrafficStore, id: str, requests: int = 1) -> str:
+def opened(id: str, number: int = 1, owner: str = "owner") -> SessionInfo:
+    return SessionInfo(id, SessionState.OPEN, number, owner)
+
+
+def append(store: TrafficStore, id: str, number: int, period: str = "", request: bool = True) -> None:
+    """Record a turn, and the request that it answers."""
+    assert store.append_turn(opened(id), turn(number), HOUR, period)
+    if request:
+        body = b"{}\n%d" % number
+        assert store.append_request(id, number, SessionRequest("/v1/completions", body, (number,)), HOUR)
+
+
+def answered(store: TrafficStore, id: str, requests: int = 1, period: str = "") -> str:
     """Open a session with answered requests."""
-    store.open(id, "owner", HOUR)
     for number in range(requests):
-        assert store.append_turn(id, turn(number))
-        assert store.append_request(id, number, SessionRequest("/v1/completions", b"{}\n%d" % number, (number,)), HOUR)
+        append(store, id, number, period)
     return id
 
 
@@ -61,16 +72,26 @@ def test_a_session_has_its_requests_and_turns_in_order(store: TrafficStore) -> N
 
 
 def test_numbers_of_sessions_are_never_used_twice(store: TrafficStore) -> None:
-    numbers = [store.open("a", "owner", HOUR).number, store.new_number(), store.open("b", "owner", HOUR).number]
+    numbers = [store.new_number() for _ in range(3)]
     assert len(set(numbers)) == 3
-    assert store.open("a", "other", HOUR) == store.info("a")
-    assert store.open("a", "other", HOUR).owner == "owner"
+    store.remove_all()
+    assert store.new_number() not in numbers
+
+
+def test_the_first_turn_opens_a_session_and_no_other_one_with_its_id(store: TrafficStore) -> None:
+    assert not store.append_turn(opened("a"), turn(1), HOUR)
+    assert store.info("a") is None
+    assert store.append_turn(opened("a", 5, "mine"), turn(0), HOUR)
+    assert not store.append_turn(opened("a", 6, "other"), turn(0), HOUR)
+    assert not store.append_turn(opened("a", 6, "other"), turn(1), HOUR)
+    assert store.info("a") == SessionInfo("a", SessionState.OPEN, 5, "mine")
+    assert store.count_open() == 1
 
 
 def test_another_turn_or_request_with_the_same_number_is_refused(store: TrafficStore) -> None:
     answered(store, "a")
-    assert store.append_turn("a", turn(0))
-    assert not store.append_turn("a", turn(0, token=8))
+    assert store.append_turn(opened("a"), turn(0), HOUR)
+    assert not store.append_turn(opened("a"), turn(0, token=8), HOUR)
     assert not store.append_request("a", 0, SessionRequest("/v1/completions", b"other"), HOUR)
     assert store.load("a")[0][0].body == b"{}\n0"
 
@@ -81,7 +102,7 @@ def test_rewards_form_a_queue_and_end_their_sessions(store: TrafficStore) -> Non
         info = store.give_reward(id, reward, '{"x": 1}')
         assert info is not None
         assert (info.state, info.reward) == (SessionState.REWARDED, reward)
-    assert not store.append_turn("a", turn(1))
+    assert not store.append_turn(opened("a"), turn(1), HOUR)
     assert not store.append_request("a", 1, SessionRequest("/v1/completions", b""), HOUR)
     assert store.logged("a") == '{"x": 1}'
     assert (store.count_open(), store.count_rewarded()) == (0, 2)
@@ -94,7 +115,7 @@ def test_rewards_form_a_queue_and_end_their_sessions(store: TrafficStore) -> Non
 
 
 def test_a_session_without_an_answer_gets_no_reward(store: TrafficStore) -> None:
-    store.open("a", "owner", HOUR)
+    append(store, "a", 0, request=False)
     info = store.give_reward("a", 1.0)
     assert info is not None
     assert info.state is SessionState.OPEN
@@ -136,7 +157,7 @@ def test_a_committed_step_leaves_only_the_states_of_its_sessions(store: TrafficS
     assert redis_client.ttl(store._session("a")) > 0
     assert redis_client.ttl(store._session("b")) == -1
     # The id of a trained session does not begin another one.
-    assert store.open("a", "owner", HOUR).state is SessionState.TRAINED
+    assert not store.append_turn(opened("a"), turn(0), HOUR)
 
 
 def test_a_session_that_cannot_be_trained_makes_room_for_the_next(store: TrafficStore) -> None:
@@ -162,31 +183,118 @@ def test_sessions_are_deleted_unless_a_step_has_them(store: TrafficStore) -> Non
 
 
 def test_sessions_without_a_reward_expire_after_their_last_request(store: TrafficStore) -> None:
-    store.open("a", "owner", -1.0)
-    store.open("b", "owner", -1.0)
-    store.append_turn("b", turn(0))
+    for id in ("a", "b"):
+        assert store.append_turn(opened(id), turn(0), -1.0)
     store.append_request("b", 0, SessionRequest("/v1/completions", b""), HOUR)
     store.expire()
     assert [state(store, id) for id in ("a", "b")] == ["expired", "open"]
     assert store.count_open() == 1
 
 
-def test_sessions_with_spoiled_turns_are_known_in_every_state(store: TrafficStore) -> None:
-    answered(store, "a")
-    store.spoil("a")
-    store.spoil("never")
+def test_a_session_is_taken_only_after_all_its_turns_are_attested(store: TrafficStore) -> None:
+    periods = [new_period() for _ in range(3)]
+    for number, period in enumerate(periods[:2]):
+        append(store, "a", number, period)
+    store.end_period("a", periods[1], attested=True)
+    store.give_reward("a", 1.0)
+    rewarded(store, "b")
+    # The queue does not wait for it, and it is not lost.
+    assert [store.take(place(1, 0)), store.take(place(1, 1))] == ["b", None]
+    assert (store.count_rewarded(), state(store, "a")) == (1, SessionState.REWARDED)
+    for _ in range(2):
+        store.end_period("a", periods[0], attested=True)
+        store.end_period("a", periods[2], attested=True)
+    assert [store.take(place(1, 1)), store.take(place(1, 2))] == ["a", None]
+    assert not store.is_spoiled("a")
+
+
+@pytest.mark.parametrize("first", ["attestation", "reward"])
+def test_a_session_with_turns_of_damaged_weights_is_known(store: TrafficStore, first: str) -> None:
+    period = new_period()
+    answered(store, "a", period=period)
+    if first == "reward":
+        store.give_reward("a", 1.0)
+    store.end_period("a", period, attested=False)
+    store.end_period("never", period, attested=False)
     store.give_reward("a", 1.0)
     assert store.is_spoiled(store.take(place(1, 0)) or "")
+    assert store.take(place(1, 1)) is None
     assert store.info("never") is None
+
+
+def test_sessions_of_a_process_that_ended_before_the_attestation_are_given_up(
+    store: TrafficStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, silent = "1@gone", new_period()
+    for id, period in (("gone", gone), ("silent", silent)):
+        answered(store, id, period=period)
+        store.give_reward(id, 1.0)
+    monkeypatch.setattr(module, "has_ended", "gone".__eq__)
+    store.end_lost_periods()
+    assert store.is_spoiled(store.take(place(1, 0)) or "")
+    assert store.take(place(1, 1)) is None
+    monkeypatch.setattr(module, "UNATTESTED_SECONDS", -1.0)
+    store.end_lost_periods()
+    assert store.take(place(1, 1)) == "silent"
+    assert store.is_spoiled("silent")
+
+
+def test_an_ended_session_keeps_its_numbers_and_the_digest_of_what_was_logged(store: TrafficStore) -> None:
+    def ended(id: str) -> SessionInfo:
+        info = store.info(id)
+        assert info is not None
+        return info
+
+    answered(store, "deleted", 2)
+    store.delete("deleted")
+    answered(store, "expired", 3)
+    store.append_request("expired", 3, SessionRequest("/v1/completions", b""), -1.0)
+    store.expire()
+    assert [ended(id).requests for id in ("deleted", "expired")] == [2, 4]
+    for number, end in enumerate((SessionState.STALE, SessionState.TRAINED)):
+        info = store.give_reward(answered(store, end), 0.5, '{"x": 1}')
+        assert info is not None
+        assert store.take(place(2, number)) == end
+        if end is SessionState.STALE:
+            store.drop(place(2, number), end, end)
+        else:
+            store.forget_step(2)
+        kept = ended(end)
+        assert (kept.state, kept.requests, kept.reward, kept.logged_digest) == (end, 1, 0.5, info.logged_digest)
+        assert kept.logged_digest not in ("", module.digest_of('{"x": 2}'))
+
+
+def test_sessions_of_an_earlier_run_are_removed_in_every_state(store: TrafficStore, redis_client: Redis) -> None:
+    answered(store, "open")
+    for id in ("taken", "queued"):
+        rewarded(store, id)
+    assert store.take(place(1, 0)) == "taken"
+    store.give_reward(answered(store, "waiting", period=new_period()), 1.0)
+    other = TrafficStore(redis_client, "", f"{store._prefix}-other")
+    answered(other, "open")
+    store.remove_all()
+    assert [store.info(id) for id in ("open", "taken", "queued", "waiting")] == [None] * 4
+    assert (store.count_open(), store.count_rewarded(), store.taken(1)) == (0, 0, {})
+    assert store.take(place(1, 0)) is None
+    assert other.count_open() == 1
+
+
+def test_a_request_keeps_its_idempotency_key(store: TrafficStore) -> None:
+    append(store, "a", 0, request=False)
+    request = SessionRequest("/v1/completions", b"{}", (0,), key="a key=\n% é")
+    assert store.append_request("a", 0, request, HOUR)
+    assert store.load("a")[0] == [request]
 
 
 def test_sessions_of_policies_that_the_run_has_no_more_are_ended(store: TrafficStore) -> None:
     answered(store, "open")
     for id in ("taken", "queued"):
         rewarded(store, id)
+    store.give_reward(answered(store, "waiting", period=new_period()), 1.0)
     assert store.take(place(1, 0)) == "taken"
     store.forget_all()
-    assert [state(store, id) for id in ("open", "queued", "taken")] == ["stale", "stale", "taken"]
+    states = [state(store, id) for id in ("open", "queued", "waiting", "taken")]
+    assert states == ["stale", "stale", "stale", "taken"]
     assert (store.count_open(), store.count_rewarded()) == (0, 0)
 
 
@@ -214,8 +322,7 @@ def test_a_call_that_was_left_takes_nothing_for_a_committed_step(store: TrafficS
 
 
 def test_an_answer_counts_as_delivered_only_once_that_is_recorded(store: TrafficStore) -> None:
-    store.open("a", "owner", HOUR)
-    store.append_turn("a", turn(0))
+    append(store, "a", 0, request=False)
     assert store.append_request("a", 0, SessionRequest("/v1/completions", b"", (0,), delivered=False), HOUR)
     assert [(each.turns, each.delivered) for each in store.load("a")[0]] == [((0,), False)]
     store.set_delivered("a", 0, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,9 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from quartet.services.generator import factory, generator
+from quartet.buffer.traffic import TrafficStore
+from quartet.services.generator import factory, generator, servicer
+from quartet.services.generator.attestation import Attestation
 from quartet.services.generator.sessions.traffic import TrafficSessions
 from quartet.services.orchestrator.rollout.generator_pool import MAX_FAILURES
 from tests.training.conftest import MakeConfig
@@ -162,9 +165,9 @@ def start(settings: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     return started
 
 
-def _has_weights(endpoint: Endpoint) -> bool:
+def _has_weights(endpoint: Endpoint, number: int = -1) -> bool:
     try:
-        endpoint.ask(None, "ab", store=False)
+        endpoint.ask(None, "ab", store=False, number=number)
     except openai.InternalServerError:
         return False
     return True
@@ -261,8 +264,12 @@ def test_a_malformed_reward_changes_nothing(waiting: Endpoint, body: bytes, prob
 
 def test_a_session_has_one_reward_and_ends_with_it(waiting: Endpoint) -> None:
     waiting.ask("ended", "ab")
-    assert waiting.reward("ended", 1).status_code == waiting.reward("ended", 1.0).status_code == 200
-    assert waiting.reward("ended", 2).json()["error"]["code"] == "session_ended"
+    logged = {"a": 1, "b": "x"}
+    assert waiting.reward("ended", 1, logged=logged).status_code == 200
+    assert waiting.reward("ended", 1.0, logged=dict(reversed(logged.items()))).status_code == 200
+    for reward, other in ((2, logged), (1, {"a": 1}), (1, None)):
+        refused = waiting.reward("ended", reward, logged=other)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_ended")
     with pytest.raises(openai.ConflictError, match="begin another one"):
         waiting.ask("ended", "ab")
     assert waiting.reward("never", 1).status_code == 404
@@ -270,7 +277,9 @@ def test_a_session_has_one_reward_and_ends_with_it(waiting: Endpoint) -> None:
 
 def test_a_deleted_session_is_gone(waiting: Endpoint) -> None:
     waiting.ask("withdrawn", "ab")
-    assert waiting.request("DELETE", "/sessions/withdrawn").json()["state"] == "deleted"
+    for method in ("DELETE", "GET"):
+        found = waiting.request(method, "/sessions/withdrawn").json()
+        assert (found["state"], found["requests"]) == ("deleted", 1)
     assert waiting.reward("withdrawn", 1).json()["error"]["code"] == "session_ended"
 
 
@@ -281,6 +290,48 @@ def test_an_unusable_id_is_refused(waiting: Endpoint, id: str) -> None:
     response = httpx.post(f"{waiting.url()}/completions", headers=headers, json=body, timeout=LIMIT)
     assert response.status_code == 400
     assert "X-Session-Id" in response.json()["error"]["message"]
+
+
+def test_a_request_with_two_ids_is_refused(waiting: Endpoint) -> None:
+    headers = [("authorization", f"Bearer {VIEWER}"), ("x-session-id", "one"), ("x-session-id", "two")]
+    body = {"model": waiting.model, "prompt": "ab"}
+    response = httpx.post(f"{waiting.url()}/completions", headers=headers, json=body, timeout=LIMIT)
+    assert response.status_code == 400
+    assert "X-Session-Id: expected one header, not 2" in response.json()["error"]["message"]
+
+
+def test_a_refused_first_request_leaves_no_session(waiting: Endpoint) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        waiting.ask("refused", "a" * 500)
+    assert refused.value.code == "context_length_exceeded"
+    assert waiting.request("GET", "/sessions/refused").status_code == 404
+    # Its id belongs to no one.
+    assert waiting.ask("refused", "ab", key=OTHER).session_id == "refused"
+    assert waiting.state("refused") == "open"
+
+
+def test_errors_for_users_speak_of_sessions(waiting: Endpoint) -> None:
+    def error(**fields: Any) -> str:
+        key, path = fields.pop("key", VIEWER), fields.pop("path", "/completions")
+        body = {"model": waiting.model, "prompt": "ab", **fields}
+        return waiting.request("POST", path, key, json=body).text
+
+    texts = [
+        error(prompt="a" * 500),
+        error(n=5),
+        error(model="other"),
+        httpx.get(f"{waiting.url()}/models", timeout=LIMIT).text,
+        error(key="wrong"),
+        waiting.request("GET", "/models/other", VIEWER).text,
+    ]
+    waiting.ask("ended-early", "ab")
+    waiting.reward("ended-early", 1)
+    with pytest.raises(openai.ConflictError) as ended:
+        waiting.ask("ended-early", "ab")
+    assert all("message" in text for text in texts)
+    for text in (*texts, str(ended.value)):
+        assert "agent" not in text.replace("environment.agent.", "")
+        assert "episode" not in text
 
 
 def test_concurrent_requests_of_many_sessions_are_all_answered(waiting: Endpoint) -> None:
@@ -362,6 +413,102 @@ def test_sessions_are_trained_once_although_generator_and_actor_are_lost(
     assert run.code == 0, run.progress.error
 
 
+def test_any_generator_answers_a_repeated_idempotency_key(start: Callable[..., Any]) -> None:
+    with start(2, rollout={"prompts_per_step": 512}) as endpoint:
+        headers = {"idempotency-key": "once", "x-session-id": "shared"}
+
+        def answer(number: int, text: str = "ab") -> Any:
+            with endpoint.client(number=number) as client:
+                return client.completions.create(model=endpoint.model, prompt=text, extra_headers=headers)
+
+        wait_for(endpoint.active, lambda: _has_weights(endpoint, 0))
+        first = answer(0)
+        assert answer(1).choices == answer(0).choices == first.choices
+        with pytest.raises(openai.BadRequestError) as refused:
+            answer(1, "cd")
+        assert refused.value.code == "idempotency_error"
+        assert endpoint.request("GET", "/sessions/shared").json()["requests"] == 1
+
+
+def test_a_session_of_damaged_weights_is_not_trained_although_its_reward_comes_first(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes, changed, damages = list[str | None](), Attestation.changed, threading.Event()
+    may_read, take = threading.Event(), TrafficStore.take
+    may_read.set()
+
+    def read_back(*arguments: Any) -> tuple[list[str], int]:
+        assert may_read.wait(LIMIT)
+        return (["damaged"], 1) if damages.is_set() else changed(*arguments)
+
+    def taken(*arguments: Any) -> str | None:
+        takes.append(take(*arguments))
+        return takes[-1]
+
+    monkeypatch.setattr(Attestation, "changed", read_back)
+    monkeypatch.setattr(TrafficStore, "take", taken)
+    with start(run={"steps": 1}) as endpoint:
+        may_read.clear()
+        damages.set()
+        for number in range(SESSIONS):
+            endpoint.converse(f"damaged-{number}", 1)
+        # The step looks for sessions, and the weights are not read back yet.
+        looks = len(takes) + 3
+        wait_for(endpoint.active, lambda: len(takes) >= looks)
+        assert {endpoint.state(f"damaged-{number}") for number in range(SESSIONS)} == {"rewarded"}
+        may_read.set()
+        wait_for(endpoint.active, lambda: endpoint.state("damaged-0") == "unusable")
+        damages.clear()
+        for number in range(SESSIONS):
+            endpoint.converse(f"whole-{number}", 1)
+        run = endpoint.active.finish()
+    assert run.code == 0, run.progress.error
+    assert {row["logged"]["session"] for row in run.trajectories(1)} == {f"whole-{index}" for index in range(SESSIONS)}
+
+
+def test_busy_users_do_not_delay_the_attestation_of_others(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The servings of these tests end by themselves only.
+    monkeypatch.setattr(servicer, "MAX_SERVING_SECONDS", 10 * LIMIT)
+    with start(run={"steps": 2}) as endpoint:
+        stop = threading.Event()
+
+        def users(number: int) -> None:
+            for index in count():
+                if stop.is_set():
+                    return
+                endpoint.converse(f"busy-{number}-{index}", 1)
+
+        threads = [threading.Thread(target=users, args=[number]) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        run = endpoint.active.finish()
+        stop.set()
+        for thread in threads:
+            thread.join(LIMIT)
+    assert run.code == 0, run.progress.error
+
+
+def test_a_new_run_does_not_take_sessions_of_an_earlier_one_with_its_name(
+    settings: Callable[..., Any], start: Callable[..., Any], redis_url: str
+) -> None:
+    changes = {"run": {"steps": 1, "name": "replaced"}, "buffer": {"url": redis_url}}
+    with start(**changes) as endpoint:
+        # More than the step takes.
+        for number in range(SESSIONS + 2):
+            endpoint.converse(f"earlier-{number}", 1)
+        assert endpoint.active.finish().code == 0
+    shutil.rmtree(endpoint.active.config.run_directory)
+    with start(**changes) as endpoint:
+        assert endpoint.request("GET", "/sessions/earlier-0").status_code == 404
+        for number in range(SESSIONS):
+            endpoint.converse(f"later-{number}", 1)
+        run = endpoint.active.finish()
+    assert run.code == 0, run.progress.error
+    assert {row["logged"]["session"] for row in run.trajectories(1)} == {f"later-{index}" for index in range(SESSIONS)}
+
+
 def test_a_step_without_users_waits_longer_than_the_limit_of_a_call(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,14 +530,16 @@ def test_a_step_without_users_waits_longer_than_the_limit_of_a_call(
 
 
 def test_a_session_that_is_too_old_is_not_trained(start: Callable[..., Any]) -> None:
-    with start(rollout={"max_off_policy_steps": 1}) as endpoint:
+    with start(run={"steps": 1000}, rollout={"max_off_policy_steps": 1}) as endpoint:
         endpoint.ask("old", "ab")
-        for number in range(3 * SESSIONS):
+        for number in count():
             endpoint.converse(f"new-{number}", 1)
-        wait_for(endpoint.active, lambda: endpoint.active.board.current().step >= 3)
+            if endpoint.active.board.current().step >= 2:
+                break
+        # The step that takes it is the third one at least.
         assert endpoint.reward("old", 100.0).status_code == 200
-        for number in range(SESSIONS):
+        for number in count():
+            if endpoint.state("old") != "rewarded":
+                break
             endpoint.converse(f"newer-{number}", 1)
-        run = endpoint.active.finish()
         assert endpoint.state("old") == "stale"
-    assert "old" not in {row["logged"]["session"] for row in trained(run)}

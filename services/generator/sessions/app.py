@@ -163,7 +163,7 @@ class SessionServer:
 
     async def _model(self, request: Request) -> Response:
         model = self._model_name(request)
-        _check_model(request.path_params["model"], model)
+        self._check_model(request.path_params["model"], model)
         return JSONResponse(model_of(model, self._created))
 
     async def _complete(self, request: Request, parse: Callable[[bytes], tuple[str, Call]]) -> Response:
@@ -172,7 +172,7 @@ class SessionServer:
             name, admitted, find = self._sender(request)
             async with self._admitted(admitted), self._budget.taken(body.size()):
                 model, call = await self.loop.run_in_executor(self.threads, parse, await body.read())
-                _check_model(model, name)
+                self._check_model(model, name)
                 return await self._answer(request, await find(call), call)
         except ProtocolError:
             await body.discard()
@@ -227,7 +227,7 @@ class SessionServer:
         """Return the sender of a request about a session. Raises ProtocolError, HTTPException without users."""
         if self._users is None:
             raise HTTPException(404)
-        return self._users, self._users.user(_key_of(request))
+        return self._users, self._users.user(self._key_of(request))
 
     def _model_name(self, request: Request) -> str:
         """Return the name of the policy for the sender of a request. Raises ProtocolError."""
@@ -245,17 +245,18 @@ class SessionServer:
                 return session
 
             return session.model, session, same
-        users, user, given = self._users, self._users.user(_key_of(request)), request.headers.get("x-session-id")
+        users, user, ids = self._users, self._users.user(self._key_of(request)), request.headers.getlist("x-session-id")
+        given = next(iter(ids), None)
 
         async def found(call: Call) -> Session:
-            return await users.session(user, given, call)
+            return await users.session(user, ids, call)
 
         # A session has one turn at a time. Requests without an id have sessions of their own.
         return users.model, (user, given) if given else object(), found
 
     def _session(self, request: Request) -> Session:
         """Return the session of an agent by the key of a request. Raises ProtocolError."""
-        key = _key_of(request)
+        key = self._key_of(request)
         # The digest of a key is looked up, so the time that it takes tells nothing about other keys.
         digest = _digest(key)
         if (session := self._sessions.get(digest)) is not None:
@@ -267,6 +268,25 @@ class SessionServer:
             "Wrong API key. Send the key that Quartet gave to this run of the agent; it changes with every run.",
             "invalid_api_key",
         )
+
+    def _key_of(self, request: Request) -> str:
+        """Return the key of a request. Raises ProtocolError without one."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            source = (
+                "an agent gets the key of its session from Quartet"
+                if self._users is None
+                else "whoever runs this deployment gives out its keys"
+            )
+            raise ProtocolError(401, f"No API key. Send 'Authorization: Bearer KEY'; {source}.", "invalid_api_key")
+        return key.strip()
+
+    def _check_model(self, given: str, model: str) -> None:
+        if given != model:
+            source = "; an agent gets it in OPENAI_MODEL" if self._users is None else ""
+            raise ProtocolError(
+                404, f"The model {given[:100]!r} does not exist. Use {model!r}{source}.", "model_not_found", "model"
+            )
 
     @asynccontextmanager
     async def _admitted(self, sender: Hashable) -> AsyncIterator[None]:
@@ -411,28 +431,6 @@ def _json_body(call: Call, header: Header, choices: Sequence[Choice]) -> bytes:
 
 def _too_large() -> ProtocolError:
     return ProtocolError(413, f"The body is larger than {MAX_BODY_BYTES} bytes; send less.", "request_too_large")
-
-
-def _key_of(request: Request) -> str:
-    """Return the key of a request. Raises ProtocolError without one."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        raise ProtocolError(
-            401,
-            "No API key. Send 'Authorization: Bearer KEY'; an agent gets the key of its session from Quartet.",
-            "invalid_api_key",
-        )
-    return key.strip()
-
-
-def _check_model(given: str, model: str) -> None:
-    if given != model:
-        raise ProtocolError(
-            404,
-            f"The model {given[:100]!r} does not exist. Use {model!r}; an agent gets it in OPENAI_MODEL.",
-            "model_not_found",
-            "model",
-        )
 
 
 async def _disconnected(request: Request) -> None:

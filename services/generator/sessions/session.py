@@ -110,6 +110,9 @@ class Answer:
 class Session:
     """The requests, branches and records of one attempt of an episode."""
 
+    _whole = "an episode"
+    """What errors call it."""
+
     def __init__(
         self,
         id: TrajectoryId,
@@ -259,6 +262,10 @@ class Session:
         """Return the answer to a request after a failure that is no fault of its sender."""
         return ProtocolError(503, "The generation has failed and is repeated; end this agent.", "stopped")
 
+    def _over(self) -> ProtocolError:
+        """Return the answer to a request after the end of the session."""
+        return ended()
+
     async def _complete_choices(self, answer: Answer, call: Call) -> None:
         prompts = await self._on_thread(self._prompts, call)
         choices = list[Choice]()
@@ -266,7 +273,7 @@ class Session:
         for prompt in prompts:
             for _ in range(call.choices):
                 if self._is_over:
-                    raise ended()
+                    raise self._over()
                 turn, choice = await self._turn(call, len(choices), prompt)
                 answer.turns.append(turn)
                 choices.append(choice)
@@ -317,7 +324,7 @@ class Session:
         if placement.branch is None and len(self._branches) >= limits.max_branches:
             raise self._limit_error(
                 "max_branches",
-                f"its messages continue none of the {limits.max_branches} conversations that an episode may have "
+                f"its messages continue none of the {limits.max_branches} conversations that {self._whole} may have "
                 "(environment.agent.max_branches)",
             )
         room = min(
@@ -335,7 +342,7 @@ class Session:
             if left < 1:
                 raise self._limit_error(
                     "max_tokens",
-                    f"all {limits.max_tokens} tokens of an episode (environment.agent.max_tokens) are used",
+                    f"all {limits.max_tokens} tokens of {self._whole} (environment.agent.max_tokens) are used",
                 )
             room = min(room, left)
         return min(room, limits.max_turn_tokens or room, call.max_tokens or room)
@@ -346,7 +353,7 @@ class Session:
 
     def _limit_error(self, code: str, problem: str) -> ProtocolError:
         self.limit = code
-        return invalid(f"This request is above a limit of the episode: {problem}.", code=code)
+        return invalid(f"This request is above a limit of {self._whole}: {problem}.", code=code)
 
     # What follows runs on the server's threads.
 

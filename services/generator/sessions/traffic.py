@@ -15,10 +15,10 @@ import queue
 import threading
 import time
 import uuid
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,16 @@ from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
 from pydantic_core import from_json
 
-from quartet.buffer.traffic import SessionInfo, SessionRequest, SessionState, TrafficStore, logged_of, packed
+from quartet.buffer.traffic import (
+    SessionInfo,
+    SessionRequest,
+    SessionState,
+    TrafficStore,
+    digest_of,
+    logged_of,
+    new_period,
+    packed,
+)
 from quartet.config.agent import AgentConfig
 from quartet.config.section import MAX_SETTING
 from quartet.config.traffic import TrafficConfig
@@ -62,7 +71,9 @@ MAX_SESSION_BYTES = 4 * 1024 * 1024
 MAX_ID_CHARACTERS = 128
 """Length of the id of a session."""
 IDLE_SECONDS, MAX_SERVING_SECONDS = 0.5, 60.0
-"""Time without a request after which a serving ends, and time after which it takes no more: the weights are then read back."""
+"""Time without a request after which a serving ends, and time after which it takes no more."""
+ATTEST_SECONDS = 1.0
+"""Time after which a serving reads the weights back, as soon as a turn is complete."""
 TAKE_SECONDS = 60.0
 """Longest wait until a trajectory is built from its session."""
 
@@ -86,32 +97,49 @@ class User:
 class _Waiting:
     """A turn that a session waits for."""
 
-    session: str
     request: GenerationRequest
-    future: asyncio.Future[Trajectory]
+    future: asyncio.Future[Answered]
+
+
+@dataclass(slots=True, eq=False)
+class Period:
+    """The time between two looks at the weights of an engine. A turn belongs to the period in which it was completed.
+
+    ``sessions``: those that have recorded such a turn and do not know the outcome. ``is_attested``: whether the weights were
+    those of their digest; None before the end.
+    """
+
+    name: str = field(default_factory=new_period)
+    sessions: set[str] = field(default_factory=set)
+    is_attested: bool | None = None
+
+
+Answered = tuple[Trajectory, Period]
+"""A turn and its period."""
 
 
 class TrafficTurns:
     """Turns that users wait for, as a source for an engine. See ``TurnSource``. Thread-safe."""
 
     def __init__(self) -> None:
+        self.period = Period()
+        """The present period, for the thread of the engine."""
         self._queue: queue.SimpleQueue[GenerationRequest] = queue.SimpleQueue()
         self._waiting: dict[TrajectoryId, _Waiting] = {}
         self._lock = threading.Lock()
         self._closed: QuartetError | None = None
-        self._served: set[str] = set()
         self._first: GenerationRequest | None = None
         self._stops: Callable[[], bool] = lambda: False
         self._idle_since = 0.0
 
-    def put(self, session: str, request: GenerationRequest) -> asyncio.Future[Trajectory]:
+    def put(self, request: GenerationRequest) -> asyncio.Future[Answered]:
         """Ask for a turn of a session. Call it on the event loop of the result."""
         future = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._closed is not None:
                 future.set_exception(self._closed)
                 return future
-            self._waiting[request.id] = _Waiting(session, request, future)
+            self._waiting[request.id] = _Waiting(request, future)
             self._queue.put(request)
         return future
 
@@ -153,17 +181,13 @@ class TrafficTurns:
         """Give a turn to its session."""
         self._idle_since = time.monotonic()
         waiting = self._waiting.pop(turn.id)
-        self._served.add(waiting.session)
-        waiting.future.get_loop().call_soon_threadsafe(_set_result, waiting.future, turn)
+        waiting.future.get_loop().call_soon_threadsafe(_set_result, waiting.future, (turn, self.period))
 
-    @property
-    def served(self) -> set[str]:
-        """The sessions that got turns since ``forget_served``. For the thread of the engine, as ``forget_served``."""
-        return set(self._served)
-
-    def forget_served(self) -> None:
-        """Forget the sessions that got turns."""
-        self._served.clear()
+    def end_period(self, attested: bool) -> Period:
+        """End the present period, and return it."""
+        ended, self.period = self.period, Period()
+        ended.is_attested = attested
+        return ended
 
     def close(self, error: QuartetError) -> None:
         """Give an error to all sessions that wait for a turn, and to those that ask for one from now on."""
@@ -216,6 +240,9 @@ class TrafficSessions:
         self._loaded: OrderedDict[str, _TrafficSession] = OrderedDict()
         self._loading: dict[str, asyncio.Task[_TrafficSession]] = {}
         self.turns = TrafficTurns()
+        # Periods that have ended, of which sessions have to be told.
+        self._ended: deque[Period] = deque()
+        self._telling = threading.Lock()
         self.counts: Counter[str] = Counter()
         server.admit_users(self)
 
@@ -230,6 +257,7 @@ class TrafficSessions:
 
     def close(self) -> None:
         """End the server."""
+        self.tell_sessions()
         self._server.close()
 
     def user(self, key: str) -> User:
@@ -249,8 +277,11 @@ class TrafficSessions:
             )
         return User(access, owner)
 
-    async def session(self, user: User, given: str | None, call: Call) -> Session:
-        """Return the session of a request. ``given``: its id; None for a new one. Raises ProtocolError."""
+    async def session(self, user: User, ids: Sequence[str], call: Call) -> Session:
+        """Return the session of a request. ``ids``: those that it gives; none for a new one. Raises ProtocolError."""
+        if len(ids) > 1:
+            raise invalid(f"X-Session-Id: expected one header, not {len(ids)}; a request belongs to one session")
+        given = next(iter(ids), None)
         if given is not None and not _is_id(given):
             raise invalid(
                 f"X-Session-Id: expected 1 to {MAX_ID_CHARACTERS} letters, digits and any of . _ : - (such as a UUID)"
@@ -270,14 +301,16 @@ class TrafficSessions:
                     "rate_limit_exceeded",
                     headers={"retry-after": "60"},
                 )
-            info = await self._on_thread(self._store.open, id, user.owner, self._config.session_seconds)
-        if info.state is SessionState.OPEN and info.owner != user.owner:
-            raise ProtocolError(
-                409, "X-Session-Id: is in use with another key; send another id, such as a UUID.", "session_in_use"
-            )
+            # Its first turn opens it, so a request that is refused leaves nothing.
+            info = SessionInfo(id, SessionState.OPEN, await self._on_thread(self._store.new_number), user.owner)
         if info.state is not SessionState.OPEN:
             raise _has_ended(info)
-        return await self._loaded_session(info)
+        if info.owner != user.owner:
+            raise _in_use()
+        session = await self._loaded_session(info)
+        if session.info.owner != user.owner:
+            raise _in_use()
+        return session
 
     async def info(self, user: User, id: str) -> dict[str, Any]:
         """Return a session for an operator. Raises ProtocolError."""
@@ -309,9 +342,13 @@ class TrafficSessions:
             )
         if info.reward is None:
             raise _has_ended(info)
-        if info.reward != reward:
+        # A session of an earlier version has no digest.
+        if info.reward != reward or info.logged_digest not in ("", digest_of(logged)):
             raise ProtocolError(
-                409, f"Session {id}: has the reward {info.reward:g} already; a session has one reward.", "session_ended"
+                409,
+                f"Session {id}: has the reward {info.reward:g} already"
+                f"{', with another logged' if info.reward == reward else ''}; a session has one reward.",
+                "session_ended",
             )
         return _shown(info, id)
 
@@ -333,13 +370,42 @@ class TrafficSessions:
         return None
 
     def expire(self) -> None:
-        """End the sessions whose time is over."""
+        """End the sessions whose time is over, and those that nothing will attest."""
+        self.tell_sessions()
         self._store.expire()
+        self._store.end_lost_periods()
 
-    def spoil(self, sessions: Collection[str]) -> None:
-        """Take note that the weights were not those of their digest when turns of these sessions were generated."""
-        for id in sessions:
-            self._store.spoil(id)
+    def end_period(self, attested: bool) -> None:
+        """End the present period: its sessions can be trained if its weights were attested. For the thread of the engine."""
+        self._tell_later(self.turns.end_period(attested))
+
+    def tell_sessions(self) -> None:
+        """Tell the sessions of ended periods the outcome. What Redis does not take now is told later. Any thread may call it."""
+        while self._ended and self._telling.acquire(blocking=False):
+            try:
+                self._tell(self._ended[0])
+                self._ended.popleft()
+            except QuartetError as error:
+                log.warning("outcome of an attestation not recorded yet", error=str(error))
+                return
+            finally:
+                self._telling.release()
+
+    def _tell(self, period: Period) -> None:
+        for id in [*period.sessions]:
+            self._store.end_period(id, period.name, period.is_attested is True)
+            period.sessions.discard(id)
+
+    def recorded(self, session: str, period: Period) -> None:
+        """Take note that a session has recorded a turn. Its period may have ended since the turn was complete."""
+        period.sessions.add(session)
+        if period.is_attested is not None:
+            self._tell_later(period)
+
+    def _tell_later(self, period: Period) -> None:
+        self._ended.append(period)
+        with suppress(RuntimeError):  # The process ends, see ``close``.
+            self._server.threads.submit(self.tell_sessions)
 
     def longest_requests(self) -> list[GenerationRequest]:
         """Return requests with the longest possible prompts, by which an engine sizes its buffers."""
@@ -373,7 +439,10 @@ class TrafficSessions:
     async def _loaded_session(self, info: SessionInfo) -> _TrafficSession:
         known = self._loaded.get(info.id)
         # While it answers, it may be ahead of what was read. Otherwise another process has continued the session.
-        if known is not None and not known.is_outdated and (known.num_requests >= info.requests or known.is_answering):
+        is_current = known is not None and (known.num_requests >= info.requests or known.is_answering)
+        # A session without an answer belongs to no one.
+        is_owned = known is not None and (known.num_requests > 0 or known.is_busy or known.info.owner == info.owner)
+        if known is not None and not known.is_outdated and is_current and is_owned:
             self._loaded.move_to_end(info.id)
             return known
         if (task := self._loading.get(info.id)) is None:
@@ -408,7 +477,7 @@ class TrafficSessions:
             session.refuse()
 
     def _new_session(self, info: SessionInfo) -> _TrafficSession:
-        records = _SessionRecords(self._store, info.id)
+        records = _SessionRecords(self, self._store, info, self._config.session_seconds)
         return _TrafficSession(info, self, records, self._store, self._config.session_seconds)
 
     async def _without_record(self, shown: str) -> Session:
@@ -429,9 +498,9 @@ class TrafficSessions:
             "counts": self.counts,
         }
 
-    def generate(self, session: str, request: GenerationRequest) -> asyncio.Future[Trajectory]:
+    def generate(self, request: GenerationRequest) -> asyncio.Future[Answered]:
         """Ask for a turn of a session."""
-        return self.turns.put(session, request)
+        return self.turns.put(request)
 
     def run(self, work: Any) -> None:
         """Run a coroutine to its end."""
@@ -452,6 +521,8 @@ class TrafficSessions:
 class _UserSession(Session):
     """Requests of one session of a user."""
 
+    _whole = "a session"
+
     def __init__(self, info: SessionInfo, traffic: TrafficSessions, records: _SessionRecords | _NoRecords) -> None:
         super().__init__(
             **traffic.session_arguments(info.number),
@@ -459,17 +530,26 @@ class _UserSession(Session):
             generate=self._ask,
             on_failure=lambda error: log.error("answer failed", session=info.id, error=str(error)),
         )
-        self.info, self._traffic = info, traffic
+        self.info, self._traffic, self._user_records = info, traffic, records
 
-    def _ask(self, request: GenerationRequest) -> asyncio.Future[Trajectory]:
+    async def _ask(self, request: GenerationRequest) -> Trajectory:
         """Ask for a turn."""
-        return self._traffic.generate(self.info.id, request)
+        turn, self._user_records.period = await self._traffic.generate(request)
+        return turn
 
     def header(self, answer: Answer) -> Header:
         return replace(super().header(answer), session=self.info.id)
 
     def _failed(self) -> ProtocolError:
         return _unavailable()
+
+    def _over(self) -> ProtocolError:
+        return ProtocolError(
+            409,
+            f"Session {self.info.id}: has ended while this request waited; begin another one.",
+            "session_ended",
+            "X-Session-Id",
+        )
 
 
 class _TrafficSession(_UserSession):
@@ -505,7 +585,7 @@ class _TrafficSession(_UserSession):
             parse = parse_chat if request.path == CHAT_PATH else parse_completion
             _, call = await self._on_thread(parse, request.body)
             self.use_records(EpisodeRecord(tuple(record.turns[index] for index in request.turns)))
-            answer = self.answer(call, False, None)
+            answer = self.answer(call, False, request.key or None)
             try:
                 assert answer.task is not None
                 await answer.task
@@ -554,17 +634,18 @@ class _TrafficSession(_UserSession):
         number = self.num_requests
         if not self._is_repeating:
             turns = tuple(turn.record.index for turn in answer.turns)
-            request = SessionRequest(call.path, call.body, turns, delivered=False)
+            key = next((key for key, other in self._answer_of_key.items() if other is answer), "")
+            request = SessionRequest(call.path, call.body, turns, delivered=False, key=key)
             self._stored_bytes += len(packed(request))
             done = await self._on_thread(self._store.append_request, self.info.id, number, request, self._seconds)
             if not done:
                 raise self._outdated()
         self._numbers[answer], self.num_requests = number, number + 1
 
-    def _ask(self, request: GenerationRequest) -> asyncio.Future[Trajectory]:
+    async def _ask(self, request: GenerationRequest) -> Trajectory:
         if self._is_repeating:
             raise FailedPrecondition("a request has no recorded turn")
-        return super()._ask(request)
+        return await super()._ask(request)
 
     def _record(self, *arguments: Any) -> RecordedTurn:
         try:
@@ -582,16 +663,21 @@ class _TrafficSession(_UserSession):
 
 
 class _SessionRecords:
-    """The recorded turns of one session. See ``Records``."""
+    """The recorded turns of one session. See ``Records``. ``period``: that of the turn which comes next."""
 
-    def __init__(self, store: TrafficStore, session: str) -> None:
-        self._store, self._session = store, session
+    def __init__(self, traffic: TrafficSessions, store: TrafficStore, session: SessionInfo, seconds: float) -> None:
+        self._traffic, self._store, self._session, self._seconds = traffic, store, session, seconds
+        self.period = Period()
 
     def load(self, _: TrajectoryId) -> EpisodeRecord:
-        return self._store.load(self._session)[1]
+        return self._store.load(self._session.id)[1]
 
     def append(self, _: TrajectoryId, turn: RecordedTurn) -> bool:
-        return self._store.append_turn(self._session, turn)
+        try:
+            return self._store.append_turn(self._session, turn, self._seconds, self.period.name)
+        finally:
+            # Also after an error: the turn may be recorded, and the answer of Redis lost.
+            self._traffic.recorded(self._session.id, self.period)
 
     def forget(self, _: Any) -> None:
         """Do nothing: the store ends sessions."""
@@ -602,6 +688,8 @@ class _SessionRecords:
 
 class _NoRecords:
     """Records of a request that is not trained. See ``Records``."""
+
+    period: Period | None = None
 
     def load(self, _: TrajectoryId) -> EpisodeRecord:
         return EpisodeRecord()
@@ -616,12 +704,12 @@ class _NoRecords:
         """Do nothing."""
 
 
-def _set_result(future: asyncio.Future[Trajectory], turn: Trajectory) -> None:
+def _set_result(future: asyncio.Future[Answered], answered: Answered) -> None:
     if not future.done():
-        future.set_result(turn)
+        future.set_result(answered)
 
 
-def _set_error(future: asyncio.Future[Trajectory], error: QuartetError) -> None:
+def _set_error(future: asyncio.Future[Answered], error: QuartetError) -> None:
     if not future.done():
         future.set_exception(error)
 
@@ -644,6 +732,12 @@ def _shown(info: SessionInfo | None, id: str) -> dict[str, Any]:
     if info.reward is not None:
         result["reward"] = info.reward
     return result | ({"step": info.step} if info.step else {})
+
+
+def _in_use() -> ProtocolError:
+    return ProtocolError(
+        409, "X-Session-Id: is in use with another key; send another id, such as a UUID.", "session_in_use"
+    )
 
 
 def _has_ended(info: SessionInfo) -> ProtocolError:
@@ -670,7 +764,7 @@ def _reward(body: bytes) -> tuple[float, str]:
             "logged",
             "invalid_value",
         )
-    return float(reward), json.dumps(logged)
+    return float(reward), json.dumps(logged, sort_keys=True)
 
 
 def _unavailable() -> ProtocolError:

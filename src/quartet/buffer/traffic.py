@@ -4,17 +4,23 @@ A session is a hash with its requests and turns. It is written before an answer 
 it. A reward ends the session and puts it at the end of a queue, in one transaction. A trajectory of a step takes the first
 session of the queue, also in one transaction, and keeps it if it is generated again. So a session with a reward becomes exactly
 one trajectory. Once its step is committed, only its state is left.
+
+A turn is recorded with the name of a period: the time between two looks at the weights of its engine. The session reaches the
+queue once the weights were attested after each of its periods. If a process ends before that, its sessions cannot be trained.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
+from urllib.parse import quote, unquote
 
 from redis.exceptions import WatchError
 
@@ -23,15 +29,22 @@ from quartet.codec.turn_records import turn_from_bytes, turn_to_bytes
 from quartet.contract.trajectory import TrajectoryId
 from quartet.contract.turn_record import EpisodeRecord, RecordedTurn
 from quartet.errors import FailedPrecondition
+from quartet.system.child_processes import has_ended, this_process
 
 Result = TypeVar("Result")
 
 STATE_SECONDS = 7 * 86400
 """Time for which the state of a session is kept after its end."""
+UNATTESTED_SECONDS = 600.0
+"""Longest wait of a session with a reward until the weights of its turns are attested. It ends earlier if their process has."""
 
 
 class SessionState(StrEnum):
-    """State of a session. Open: without a reward. Rewarded: in the queue. Taken: a trajectory of a step that is not committed."""
+    """State of a session.
+
+    Open: without a reward. Rewarded: in the queue, or it waits until the weights of its turns are attested. Taken: a trajectory
+    of a step that is not committed.
+    """
 
     OPEN = "open"
     REWARDED = "rewarded"
@@ -52,7 +65,7 @@ class SessionInfo:
     """A session as Redis has it.
 
     ``number``: unique in the run, from 1; 0 after the end. ``owner``: digest of the key that opened it. ``requests``: number of
-    answered requests. ``step``: that of its trajectory, 0 before.
+    answered requests. ``step``: that of its trajectory, 0 before. ``logged_digest``: digest of what came with the reward.
     """
 
     id: str
@@ -62,6 +75,7 @@ class SessionInfo:
     requests: int = 0
     reward: float | None = None
     step: int = 0
+    logged_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +83,14 @@ class SessionRequest:
     """A request with an answer.
 
     ``path`` is that of its endpoint. ``turns``: indices of the turns that answer it. ``delivered``: its client got the answer.
+    ``key``: its Idempotency-Key, "" without one.
     """
 
     path: str
     body: bytes
     turns: tuple[int, ...] = ()
     delivered: bool = True
+    key: str = ""
 
 
 class TrafficStore:
@@ -84,16 +100,18 @@ class TrafficStore:
         """``lost`` is called if a command cannot reach the server."""
         self._client, self._url, self._lost = client, url, lost
         self._prefix = f"quartet:{run}:traffic:"
-        self._queue, self._open, self._committed = (
-            f"{self._prefix}{name}" for name in ("rewarded", "open", "committed")
+        self._queue, self._open, self._unattested, self._committed = (
+            f"{self._prefix}{name}" for name in ("rewarded", "open", "unattested", "committed")
         )
 
     def info(self, id: str) -> SessionInfo | None:
         """Return a session, None if there is none with this id."""
         with self._translated():
-            names = ("state", "number", "owner", "requests", "reward", "step")
+            names = ("state", "number", "owner", "requests", "reward", "step", "logged_digest")
             values: list[Any] = self._client.hmget(self._session(id), names)
-        state, number, owner, requests, reward, step = (None if value is None else value.decode() for value in values)
+        state, number, owner, requests, reward, step, logged = (
+            None if value is None else value.decode() for value in values
+        )
         if state is None:
             return None
         return SessionInfo(
@@ -104,25 +122,8 @@ class TrafficStore:
             int(requests or 0),
             None if reward is None else float(reward),
             int(step or 0),
+            logged or "",
         )
-
-    def open(self, id: str, owner: str, seconds: float) -> SessionInfo:
-        """Open a session, or return the one that exists. It expires ``seconds`` after its last request."""
-        key = self._session(id)
-        with self._translated():
-            number: int = self._client.incr(f"{self._prefix}number")
-
-            def create(pipe: Any) -> None:
-                if not pipe.exists(key):
-                    pipe.multi()
-                    fields = {"state": SessionState.OPEN.value, "number": number, "owner": owner, "requests": 0}
-                    pipe.hset(key, mapping=fields)
-                    pipe.zadd(self._open, {id: time.time() + seconds})
-
-            self._transaction(create, key)
-        info = self.info(id)
-        assert info is not None
-        return info
 
     def new_number(self) -> int:
         """Return a number that no session of the run has."""
@@ -138,22 +139,74 @@ class TrafficStore:
     def count_rewarded(self) -> int:
         """Return the number of sessions with a reward that wait for a step."""
         with self._translated():
-            return int(self._client.llen(self._queue))
+            return int(self._client.llen(self._queue)) + int(self._client.zcard(self._unattested))
 
-    def append_turn(self, id: str, turn: RecordedTurn) -> bool:
-        """Record a turn. Return False if another one is recorded with its index, or the session is not open any more."""
-        key, name, value = self._session(id), f"turn/{turn.index}", turn_to_bytes(turn)
+    def append_turn(self, session: SessionInfo, turn: RecordedTurn, seconds: float, period: str = "") -> bool:
+        """Record a turn. The first one opens the session, which expires ``seconds`` after its last request.
+
+        ``period``: name of the period of its engine, which ``end_period`` ends; "" if its weights are attested already. Return
+        False if another turn is recorded with its index, or the session is not open any more, or another one with this id is.
+        """
+        key, name, value = self._session(session.id), f"turn/{turn.index}", turn_to_bytes(turn)
 
         def write(pipe: Any) -> bool:
-            state, present = pipe.hmget(key, ("state", name))
-            if state != SessionState.OPEN.value.encode() or present not in (None, value):
+            state, number, present, periods = pipe.hmget(key, ("state", "number", name, "periods"))
+            opens = state is None and turn.index == 0
+            if not opens and (state != SessionState.OPEN.value.encode() or int(number) != session.number):
+                return False
+            if present not in (None, value):
                 return False
             pipe.multi()
-            pipe.hset(key, name, value)
+            fields: dict[str, Any] = {name: value}
+            if opens:
+                fields |= {"state": SessionState.OPEN.value, "number": session.number, "owner": session.owner}
+                fields["requests"] = 0
+                pipe.zadd(self._open, {session.id: time.time() + seconds})
+            if period:
+                fields["periods"] = " ".join(sorted({*names_in(periods), period}))
+            pipe.hset(key, mapping=fields)
             return True
 
         with self._translated():
             return self._transaction(write, key)
+
+    def end_period(self, id: str, period: str, attested: bool) -> None:
+        """Take note whether the weights were those of their digest during a period in which a session got turns.
+
+        If they were not, it cannot be trained, whatever its state is.
+        """
+        key = self._session(id)
+
+        def write(pipe: Any) -> None:
+            state, periods, spoiled = pipe.hmget(key, ("state", "periods", "spoiled"))
+            if state is None or state.decode() in ENDED:
+                return
+            left = names_in(periods) - {period}
+            # A session that cannot be trained ends when a step takes it.
+            is_free = not attested or spoiled is not None or not left
+            queues = is_free and pipe.zscore(self._unattested, id) is not None
+            pipe.multi()
+            pipe.hset(key, "periods", " ".join(sorted(left))) if left else pipe.hdel(key, "periods")
+            if not attested:
+                pipe.hset(key, "spoiled", 1)
+            if queues:
+                pipe.zrem(self._unattested, id)
+                pipe.rpush(self._queue, id)
+
+        with self._translated():
+            self._transaction(write, key, self._unattested)
+
+    def end_lost_periods(self) -> None:
+        """Give up the sessions with a reward whose turns nothing will attest: their process has ended, or is silent for long."""
+        with self._translated():
+            waiting: Any = self._client.zrange(self._unattested, 0, -1, withscores=True)
+        for each, since in waiting:
+            id = each.decode()
+            with self._translated():
+                periods = names_in(self._client.hget(self._session(id), "periods"))
+            late = time.time() > since + UNATTESTED_SECONDS
+            for period in [name for name in periods if late or has_ended(process_of(name))]:
+                self.end_period(id, period, attested=False)
 
     def append_request(self, id: str, number: int, request: SessionRequest, seconds: float) -> bool:
         """Record request ``number``, from 0, whose turns are recorded. Return False if the session has gone on without it."""
@@ -195,26 +248,15 @@ class TrafficStore:
             head, _, body = zlib.decompress(value).partition(b"\n")
             path, *indices = head.decode().split(" ")
             delivered = f"lost/{len(requests)}".encode() not in fields
-            requests.append(SessionRequest(path, body, tuple(map(int, indices)), delivered))
+            key = unquote(indices.pop().removeprefix(KEY)) if indices and indices[-1].startswith(KEY) else ""
+            requests.append(SessionRequest(path, body, tuple(map(int, indices)), delivered, key))
         turns: list[RecordedTurn] = []
         while (value := fields.get(f"turn/{len(turns)}".encode())) is not None:
             turns.append(turn_from_bytes(value))
         return requests, EpisodeRecord(tuple(turns))
 
-    def spoil(self, id: str) -> None:
-        """Take note that a session cannot be trained, whatever its state is, because its turns are not those of its weights."""
-        key = self._session(id)
-
-        def write(pipe: Any) -> None:
-            if pipe.exists(key):
-                pipe.multi()
-                pipe.hset(key, "spoiled", 1)
-
-        with self._translated():
-            self._transaction(write, key)
-
     def is_spoiled(self, id: str) -> bool:
-        """Return whether ``spoil`` was called for a session."""
+        """Return whether a session has turns of weights that were not those of their digest, or that no one could attest."""
         with self._translated():
             return bool(self._client.hexists(self._session(id), "spoiled"))
 
@@ -226,11 +268,15 @@ class TrafficStore:
         key = self._session(id)
 
         def write(pipe: Any) -> None:
-            state, requests = pipe.hmget(key, ("state", "requests"))
+            state, requests, periods, spoiled = pipe.hmget(key, ("state", "requests", "periods", "spoiled"))
             if state == SessionState.OPEN.value.encode() and int(requests):
                 pipe.multi()
-                pipe.hset(key, mapping={"state": SessionState.REWARDED.value, "reward": repr(reward), "logged": logged})
-                pipe.rpush(self._queue, id)
+                fields = {"state": SessionState.REWARDED.value, "reward": repr(reward), "logged": logged}
+                pipe.hset(key, mapping={**fields, "logged_digest": digest_of(logged)})
+                if periods and spoiled is None:
+                    pipe.zadd(self._unattested, {id: time.time()})
+                else:
+                    pipe.rpush(self._queue, id)
                 pipe.zrem(self._open, id)
 
         with self._translated():
@@ -282,9 +328,10 @@ class TrafficStore:
 
         def write(pipe: Any) -> None:
             if pipe.hget(steps, name) == id.encode():
+                kept = self._kept(pipe, id)
                 pipe.multi()
                 pipe.hdel(steps, name)
-                self._end(pipe, id, {"state": state.value})
+                self._end(pipe, id, kept | {"state": state.value})
 
         with self._translated():
             self._transaction(write, steps)
@@ -299,10 +346,12 @@ class TrafficStore:
 
         def write(pipe: Any) -> None:
             if (pipe.hget(key, "state") or b"").decode() in (SessionState.OPEN, SessionState.REWARDED):
+                kept = self._kept(pipe, id)
                 pipe.multi()
                 pipe.lrem(self._queue, 0, id)
                 pipe.zrem(self._open, id)
-                self._end(pipe, id, {"state": state.value})
+                pipe.zrem(self._unattested, id)
+                self._end(pipe, id, kept | {"state": state.value})
 
         with self._translated():
             self._transaction(write, key, self._queue)
@@ -317,21 +366,18 @@ class TrafficStore:
                 def write(pipe: Any, id: str = id) -> None:
                     late = (pipe.zscore(self._open, id) or time.time()) <= time.time()
                     if late and pipe.hget(self._session(id), "state") == SessionState.OPEN.value.encode():
+                        kept = self._kept(pipe, id)
                         pipe.multi()
                         pipe.zrem(self._open, id)
-                        self._end(pipe, id, {"state": SessionState.EXPIRED.value})
+                        self._end(pipe, id, kept | {"state": SessionState.EXPIRED.value})
 
                 self._transaction(write, self._session(id), self._open)
 
     def forget_step(self, step: int) -> None:
         """Keep only the state of the sessions that a step has trained on. Call it after its commit."""
         for id in self.taken(step).values():
-            info = self.info(id)
             with self._translated(), self._client.pipeline(transaction=True) as pipe:
-                fields = {"state": SessionState.TRAINED.value, "step": step, "requests": info.requests if info else 0}
-                self._end(
-                    pipe, id, fields | ({"reward": repr(info.reward)} if info and info.reward is not None else {})
-                )
+                self._end(pipe, id, self._kept(self._client, id) | {"state": SessionState.TRAINED.value, "step": step})
                 pipe.execute()
         with self._translated(), self._client.pipeline(transaction=True) as pipe:
             pipe.set(self._committed, step)
@@ -354,10 +400,31 @@ class TrafficStore:
         """End all sessions that no step has taken: policies that the run does not have any more may have answered them."""
         with self._translated():
             queued: Any = self._client.lrange(self._queue, 0, -1)
-            unrewarded: Any = self._client.zrange(self._open, 0, -1)
+            unqueued: Any = [
+                *self._client.zrange(self._open, 0, -1),
+                *self._client.zrange(self._unattested, 0, -1),
+            ]
             self._client.unlink(self._committed)
-        for id in [*queued, *unrewarded]:
+        for id in [*queued, *unqueued]:
             self._end_unless_taken(id.decode(), SessionState.STALE)
+
+    def remove_all(self) -> None:
+        """Remove everything but the numbers that were used: it is that of an earlier run with this name."""
+        number = f"{self._prefix}number".encode()
+        with self._translated():
+            keys: Any = self._client.scan_iter(match=f"{self._prefix}*", count=1000)
+            for key in keys:
+                if key != number:
+                    self._client.unlink(key)
+
+    def _kept(self, client: Any, id: str) -> dict[str, Any]:
+        """Return what is kept of a session after its end, besides its state."""
+        names = ("requests", "reward", "logged_digest")
+        return {
+            name: value
+            for name, value in zip(names, client.hmget(self._session(id), names), strict=True)
+            if value is not None
+        }
 
     def _end(self, pipe: Any, id: str, fields: Mapping[str, Any]) -> None:
         """Add the commands that leave only the state of a session."""
@@ -391,10 +458,35 @@ class TrafficStore:
         return translate_errors(self._url, self._lost)
 
 
+KEY = "key="
+"""Start of the part of a stored request that has its Idempotency-Key."""
+
+
 def packed(request: SessionRequest) -> bytes:
     """Return a request as it is stored. Each one repeats the conversation before it, which compresses well."""
-    head = " ".join([request.path, *map(str, request.turns)])
+    key = [f"{KEY}{quote(request.key, safe='')}"] if request.key else []
+    head = " ".join([request.path, *map(str, request.turns), *key])
     return zlib.compress(head.encode() + b"\n" + request.body)
+
+
+def new_period() -> str:
+    """Return the name of a period of this process."""
+    return f"{secrets.token_hex(8)}@{this_process()}"
+
+
+def process_of(period: str) -> str:
+    """Return the process of a period."""
+    return period.partition("@")[2]
+
+
+def names_in(periods: Any) -> set[str]:
+    """Return the names of periods in a field of a session."""
+    return set() if periods is None else set(periods.decode().split())
+
+
+def digest_of(logged: str) -> str:
+    """Return a digest of the JSON that came with a reward."""
+    return hashlib.blake2b(logged.encode(), digest_size=16).hexdigest()
 
 
 def logged_of(text: str) -> dict[str, Any]:

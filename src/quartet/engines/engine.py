@@ -139,7 +139,10 @@ class Engine(Protocol):
 
 @runtime_checkable
 class ReadableEngine(Protocol):
-    """Generation engine whose weights can be read back at any time between two generations."""
+    """Generation engine whose weights can be read back at any time between two generations.
+
+    Those of a ``TurnEngine`` can also be read back while the caller of ``generate_turns`` has a response.
+    """
 
     def held_digests(self, names: Collection[str]) -> Mapping[str, bytes]:
         """Return the digest of at least these tensors, computed from what the engine holds now. See ``Engine.load_weights``."""
