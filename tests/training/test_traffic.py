@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from quartet.buffer.traffic import TrafficStore
+from quartet.errors import ServiceFailed
 from quartet.services.generator import factory, generator, servicer
 from quartet.services.generator.attestation import Attestation
 from quartet.services.generator.sessions.traffic import TrafficSessions
@@ -507,6 +508,39 @@ def test_a_new_run_does_not_take_sessions_of_an_earlier_one_with_its_name(
         run = endpoint.active.finish()
     assert run.code == 0, run.progress.error
     assert {row["logged"]["session"] for row in run.trajectories(1)} == {f"later-{index}" for index in range(SESSIONS)}
+
+
+def test_the_first_answer_that_an_engine_fails_is_shown_once(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, fails, failed = generator.check_response, threading.Event(), list[int]()
+
+    def broken(*arguments: Any) -> Any:
+        if fails.is_set():
+            failed.append(1)
+            raise ServiceFailed("the engine is broken")
+        return check(*arguments)
+
+    monkeypatch.setattr(generator, "check_response", broken)
+    with start(run={"steps": 1}) as endpoint:
+        fails.set()
+
+        def shown() -> list[str]:
+            return [note for note in endpoint.active.board.current().notes if "does not answer users" in note]
+
+        for number in range(2):
+            with pytest.raises(openai.InternalServerError):
+                endpoint.ask(f"failed-{number}", "ab")
+            wait_for(endpoint.active, lambda: shown() != [])
+        fails.clear()
+        for number in range(SESSIONS):
+            endpoint.converse(f"answered-{number}", 1)
+        run = endpoint.active.finish()
+        (note,) = shown()
+    assert note.startswith("warning: generator ")
+    assert "the engine is broken" in note
+    assert len(failed) >= 1
+    assert not [each for each in run.progress.notes if "in_flight" in each]
 
 
 def test_a_step_without_users_waits_longer_than_the_limit_of_a_call(

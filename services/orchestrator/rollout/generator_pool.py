@@ -75,6 +75,8 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
         self.trace(actor.channel.tracer)
         self._config, self._actor, self._observe = config, actor, observe
         self._repeatability = RepeatabilityNotes(config, note)
+        # Addresses of generators about whose failure to answer users a note was given.
+        self._unanswered: set[str] = set()
         self._vocabulary_size: int | None = None
         self._actor_machine = ""
         # In the order of their start, until all their trajectories have arrived, or until they fail.
@@ -416,6 +418,7 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
             else:
                 if generator.attempt:
                     generator.failures = 0
+                    self._unanswered.discard(generator.address)
                     generator.work, generator.requests, generator.attempt = None, [], 0
                     self._end_if_complete(work)
                 else:
@@ -443,6 +446,8 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
                 if work is not None and not each.done() and each.batch.leader_epoch <= work.batch.leader_epoch:
                     self._end(each, error)
             return
+        if self._config.has_traffic and work is not None and not isinstance(error, FailedPrecondition):
+            self._note_once(generator, error)
         # An idle generator repeats a failed update with its next work, and that counts.
         generator.failures += work is not None
         if isinstance(error, MismatchError) or generator.changes > MAX_CHANGES:
@@ -461,6 +466,12 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
             generator.status = None
         if generator.failures > MAX_FAILURES:
             self._exclude(generator, f"{generator.failures} failures in a row, the last: {error}", exhausted=True)
+
+    def _note_once(self, generator: RemoteGenerator, error: QuartetError) -> None:
+        """Give a note about a generator that does not answer users, once until it has finished work."""
+        if generator.address not in self._unanswered:
+            self._unanswered.add(generator.address)
+            self._note(f"warning: generator {generator.address} does not answer users at the moment: {error}")
 
     def _weights_changed(self, generator: RemoteGenerator, error: WeightsChanged) -> None:
         """Discard what a generator has generated for active works: its weights were other ones at the end of a call.
