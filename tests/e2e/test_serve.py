@@ -7,13 +7,16 @@ import os
 import shutil
 import signal
 import threading
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
+import yaml
 
+from quartet.config.loading import FIRST_CONFIG_LINE
 from quartet.run_directory.run_files import RunFiles
 from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE
 from tests.e2e.commands import Command, committed_steps, settings
@@ -131,6 +134,64 @@ def test_every_session_with_a_reward_is_trained_once_although_processes_are_kill
     # Three users at most wait for the response to a reward when the run ends.
     assert len(set(sessions) - set(users.rewards)) <= 3
     assert RunFiles(run).policy_step() == STEPS
+
+
+def test_a_run_is_served_again_with_its_settings_from_any_folder(
+    config: Path, first_run: Run, start: Start, tmp_path: Path
+) -> None:
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run: Path = shutil.copytree(first_run.directory, home / "runs" / "tiny")
+    config_path, served = run / "config.yaml", home / "runs" / "tiny-serve"
+    # As if it had been started in its home with relative paths.
+    tree = yaml.safe_load(config_path.read_text())
+    shutil.copytree(tree["actor"]["model"], home / "models" / "reference")
+    tree["run"]["directory"], tree["reference"]["model"] = "runs", "models/reference"
+    config_path.write_text(FIRST_CONFIG_LINE + yaml.safe_dump(tree))
+    port, other = free_port(), free_port()
+    options = settings("rollout.prompts_per_step=1", "gateway.enabled=false", "services.generator.num_threads=1")
+
+    def serve(*arguments: str, port: int, users: Callable[[Command], None]) -> str:
+        command = start("serve", run, *arguments, *options, cwd=elsewhere)
+        command.wait_for(lambda: (served / "services.json").exists())
+        assert f"endpoint, once the services are ready: http://127.0.0.1:{port}/v1" in command.out
+        client = Users(port, run / "serve", "tiny-serve")
+        try:
+            users(command)
+        finally:
+            client.stop()
+        os.kill(command.process.pid, signal.SIGINT)
+        result = command.wait()
+        assert (result.code, result.leftovers) == (130, []), result
+        assert f"to continue: quartet serve {run}\n" in result.out
+        assert "--resume" not in result.out
+        for unwanted in ("in_flight", "left", "/1000"):
+            assert unwanted not in result.out.replace(str(tmp_path), "")
+        return result.out
+
+    first = serve("--listen", f"127.0.0.1:{port}", port=port, users=lambda command: steps_of(command, served, 1))
+    assert "continues" not in first
+    assert "step 1  reward" in first
+    written = (run / "serve" / "config.yaml").read_text()
+    assert str(home / "models" / "reference") in written
+    step = committed_steps(served)
+    again = serve(port=port, users=lambda command: steps_of(command, served, step + 1))
+    assert f"continues {served} after step {step}\n" in again
+    # For this time only.
+    serve("--listen", f"127.0.0.1:{other}", port=other, users=lambda command: None)
+    assert (run / "serve" / "config.yaml").read_text() == written
+
+
+def steps_of(command: Command, run: Path, steps: int) -> None:
+    """Wait until a run has committed so many steps, and the command has shown them."""
+    command.wait_for(lambda: committed_steps(run) >= steps and f"step {steps}" in command.out)
+
+
+def test_a_malformed_address_is_refused_by_its_option(trained: Path, call: Call) -> None:
+    result = call("serve", trained, "--listen", "nonsense")
+    assert result.code == 2
+    assert "--listen nonsense: expected HOST:PORT" in result.err
+    assert not (trained / "serve").exists()
 
 
 def test_a_run_without_a_policy_is_not_served(trained: Path, call: Call) -> None:

@@ -127,8 +127,12 @@ def up(config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = F
 def serve(
     run: AnyRun,
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Address of the endpoint of the OpenAI protocol.")
-    ] = "127.0.0.1:8000",
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Address of the endpoint of the OpenAI protocol. Default: that of the first time, or 127.0.0.1:8000.",
+        ),
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Answer users with the policy of a run, and train it on the sessions that get a reward, until Ctrl-C."""

@@ -10,12 +10,12 @@ from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from quartet.contract.control import Progress as RunProgress
-from quartet.launcher.progress_text import Display, LineView, Messages, Pace
+from quartet.launcher.progress_text import Display, LineView, Messages, Pace, steps_of
 from quartet.telemetry.step_metrics import METRICS
 
 SHOWN_METRICS = ("reward_mean", "kl_mean", "entropy", "eos_rate", "response_tokens_mean")
@@ -45,13 +45,13 @@ class LiveView:
         self._bar = Progress(
             TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[steps]}", style="progress.download"),
             TimeElapsedColumn(),
-            TextColumn("left {task.fields[left]}"),
+            TextColumn("{task.fields[left]}"),
             console=console,
             expand=True,
         )
-        self._task = self._bar.add_task("starting", total=None, left="--:--")
+        self._task = self._bar.add_task("starting", total=None, steps="", left="")
         self._live = Live(self._render(), console=console, refresh_per_second=4, transient=False)
 
     def show(self, progress: RunProgress) -> None:
@@ -69,8 +69,9 @@ class LiveView:
             self._task,
             description=progress.run,
             completed=progress.step,
-            total=progress.total_steps,
-            left=self._pace.time_left(progress.total_steps - progress.step),
+            total=None if progress.is_endless else progress.total_steps,
+            steps=steps_of(progress.step, progress.total_steps),
+            left=self._pace.time_left(progress),
         )
         self._live.update(self._render())
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from pathlib import Path
-from typing import Any
+from shlex import quote
+from typing import Any, get_args
 
 import yaml
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from quartet.buffer.redis_url import environment_overrides
 from quartet.cli.console import make_console
 from quartet.cli.start_run import run
-from quartet.config.loading import load_config
+from quartet.config.deployment import HostPort
+from quartet.config.loading import load_config, section_of
 from quartet.config.root import Config
+from quartet.contract.control import ENDLESS_STEPS
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.selection import run_files
@@ -22,7 +27,8 @@ console = make_console()
 
 FOLDER, CONFIG = "serve", "config.yaml"
 VIEWERS, OPERATORS = "viewers.keys", "operators.keys"
-STEPS = 1_000_000
+LISTEN = "127.0.0.1:8000"
+"""Address of the endpoint if the first command gives none."""
 MAX_TURNS, MAX_OFF_POLICY_STEPS = 16, 4
 """Settings of a config for traffic, if the run has no others."""
 KEPT = (
@@ -40,11 +46,13 @@ KEPT = (
 """Sections that traffic takes from the run."""
 
 
-def serve(given: Path, listen: str, overrides: list[str]) -> None:
-    """Serve the policy of a run at ``listen`` until Ctrl-C. Its folder `serve` has the config and the keys, written once.
+def serve(given: Path, listen: str | None, overrides: list[str]) -> None:
+    """Serve the policy of a run until Ctrl-C. Its folder `serve` has the config and the keys, written once.
 
-    Raises ConfigError if the run has no policy, and as ``run``.
+    ``listen`` and ``overrides`` replace settings of that config for this time; the first ``listen`` is written into it. Raises
+    ConfigError if the run has no policy, and as ``run``.
     """
+    _check_listen(listen)
     files = run_files(given)
     folder = files.root / FOLDER
     path = folder / CONFIG
@@ -59,11 +67,11 @@ def serve(given: Path, listen: str, overrides: list[str]) -> None:
             for name in (VIEWERS, OPERATORS):
                 (folder / name).touch(mode=0o600)
                 (folder / name).write_text(f"{secrets.token_urlsafe(32)}\n", encoding="utf-8")
-            write_durably(
-                path, yaml.safe_dump(traffic_tree(before, files, listen), sort_keys=False, allow_unicode=True)
-            )
+            tree = traffic_tree(before, files, listen or LISTEN)
+            write_durably(path, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
         console.print(f"config: {path}", soft_wrap=True)
-    config = load_config(path, [f"environment.agent.listen={listen}", *overrides, *environment_overrides()])
+    address = [] if listen is None else [f"environment.agent.listen={listen}"]
+    config = load_config(path, [*address, *overrides, *environment_overrides()])
     scheme = "http" if config.security.certificates is None else "https"
     console.print(
         f"endpoint, once the services are ready: {scheme}://{config.environment.agent.listen}/v1, model {config.run.name}\n"
@@ -71,9 +79,20 @@ def serve(given: Path, listen: str, overrides: list[str]) -> None:
         f"{config.environment.traffic.operator_keys_file} for rewards",
         soft_wrap=True,
     )
-    resumes = RunFiles(config.run_directory).is_run()
-    run(config, overwrite=False, resume=resumes)
-    console.print("the same command serves it again", soft_wrap=True)
+    served = RunFiles(config.run_directory)
+    resumes = served.is_run()
+    if resumes:
+        console.print(f"continues {served.root} after step {served.last_step()}", soft_wrap=True)
+    command = f"quartet serve {quote(str(given))}"
+    run(config, overwrite=False, resume=resumes, continue_with=command)
+    console.print(f"to continue: {command}", soft_wrap=True)
+
+
+def _check_listen(listen: str | None) -> None:
+    try:
+        TypeAdapter(HostPort).validate_python(listen)
+    except ValidationError:
+        raise ConfigError(f"--listen {listen}: expected HOST:PORT, such as {LISTEN}") from None
 
 
 def traffic_tree(config: Config, files: RunFiles, listen: str) -> dict[str, Any]:
@@ -86,8 +105,8 @@ def traffic_tree(config: Config, files: RunFiles, listen: str) -> dict[str, Any]
     tree["run"] = {
         **old.get("run", {}),
         "name": f"{config.run.name}-{FOLDER}",
-        "directory": str(files.root.parent),
-        "steps": STEPS,
+        "directory": str(_root(files).parent),
+        "steps": ENDLESS_STEPS,
     }
     tree["data"] = {
         name: data[name] for name in ("max_prompt_tokens", "tools", "documents", "chat_template_kwargs") if name in data
@@ -102,14 +121,14 @@ def traffic_tree(config: Config, files: RunFiles, listen: str) -> dict[str, Any]
         "max_off_policy_steps": config.rollout.max_off_policy_steps or MAX_OFF_POLICY_STEPS,
         "in_flight_updates": True,
     }
-    tree["actor"] = {**tree.get("actor", {}), "model": str(files.policy)}
+    tree["actor"] = {**tree.get("actor", {}), "model": str(_root(files) / files.policy.name)}
     tree["reward"] = {"source": "none", "model": None}
     tree["environment"] = {
         "kind": "traffic",
         "agent": {"listen": listen},
         "traffic": {
-            "viewer_keys_file": str(files.root / FOLDER / VIEWERS),
-            "operator_keys_file": str(files.root / FOLDER / OPERATORS),
+            "viewer_keys_file": str(_root(files) / FOLDER / VIEWERS),
+            "operator_keys_file": str(_root(files) / FOLDER / OPERATORS),
         },
     }
     if config.environment.chat_template is not None:
@@ -120,4 +139,33 @@ def traffic_tree(config: Config, files: RunFiles, listen: str) -> dict[str, Any]
         tree.pop("critic", None)
     tree.get("services", {}).pop("environment", None)
     tree.get("services", {}).pop("reward", None)
+    _make_absolute(tree, Config, _working_directory(config, files))
     return tree
+
+
+def _root(files: RunFiles) -> Path:
+    return Path(os.path.abspath(files.root))
+
+
+def _working_directory(config: Config, files: RunFiles) -> Path:
+    """Return the folder in which a run was started, as far as its own folder tells: paths in its config are relative to it."""
+    name, root = config.run_directory, _root(files)
+    parts = len(name.parts)
+    if name.is_absolute() or ".." in name.parts or root.parts[-parts:] != name.parts:
+        return Path.cwd()
+    return Path(*root.parts[:-parts])
+
+
+def _make_absolute(tree: dict[str, Any], section: type[BaseModel], folder: Path) -> None:
+    """Make the paths in a section absolute. Names of models are paths if ``folder`` has them."""
+    for name, value in tree.items():
+        kind = section.model_fields[name].annotation
+        below = section_of(kind)
+        if below is not None:
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, dict):
+                    _make_absolute(each, below, folder)
+        elif isinstance(value, str) and (
+            Path in (kind, *get_args(kind)) or (name == "model" and (folder / value).exists())
+        ):
+            tree[name] = str(folder / value)

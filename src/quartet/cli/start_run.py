@@ -55,14 +55,19 @@ def up(config_path: Path, overrides: list[str], overwrite: bool, resume: bool = 
             time.sleep(0.5)
 
 
-def run(config: Config, overwrite: bool, resume: bool = False) -> None:
-    """Execute a run from start to end, and stop its processes. Raises the error that ends it early."""
-    with _started(config, overwrite, resume) as (launcher, files):
+def run(config: Config, overwrite: bool, resume: bool = False, continue_with: str | None = None) -> None:
+    """Execute a run from start to end, and stop its processes. Raises the error that ends it early.
+
+    ``continue_with``: command that continues it, if it is not `quartet train`.
+    """
+    with _started(config, overwrite, resume, continue_with) as (launcher, files):
         _show_progress(launcher, files)
 
 
-def _started(config: Config, overwrite: bool, resume: bool) -> AbstractContextManager[tuple[Launcher, RunFiles]]:
-    return started_run(config, overwrite, resume, _print_line, _activity)
+def _started(
+    config: Config, overwrite: bool, resume: bool, continue_with: str | None = None
+) -> AbstractContextManager[tuple[Launcher, RunFiles]]:
+    return started_run(config, overwrite, resume, _print_line, _activity, continue_with=continue_with)
 
 
 def _show_progress(launcher: Launcher, files: RunFiles) -> None:

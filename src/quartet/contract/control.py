@@ -5,6 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+ENDLESS_STEPS = 1_000_000_000
+"""Number of steps of a run without an end, such as one that serves users: the largest value of run.steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class Alert:
@@ -63,6 +66,11 @@ class Progress:
     recoveries: int = 0
     notes_before: int = 0
     alerts_before: int = 0
+
+    @property
+    def is_endless(self) -> bool:
+        """Return whether the run has no last step that anyone waits for."""
+        return self.total_steps >= ENDLESS_STEPS
 
 
 @dataclass(frozen=True, slots=True)

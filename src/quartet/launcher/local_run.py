@@ -13,7 +13,7 @@ from quartet.contract.control import Progress, RunState
 from quartet.contract.status import Role
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.launcher.launcher import Launcher
-from quartet.launcher.progress_text import Display
+from quartet.launcher.progress_text import Display, steps_of
 from quartet.preflight import check_earlier_run, problems
 from quartet.preflight.findings import raise_errors
 from quartet.rpc.clients import OrchestratorClient
@@ -37,15 +37,18 @@ def started_run(
     activity: Callable[[str], AbstractContextManager[object]],
     interrupted: threading.Event | None = None,
     with_token: bool = True,
+    continue_with: str | None = None,
 ) -> Iterator[tuple[Launcher, RunFiles]]:
     """Start the processes of a run. An earlier run that it replaces is restored unless this run completes a step.
 
     ``report`` prints a line for the user, ``activity`` shows what happens while its context is open. ``with_token`` False reports
-    the link to the dashboard without its token. Raises KeyboardInterrupt if ``interrupted`` is set while the services start.
+    the link to the dashboard without its token. ``continue_with``: command that continues the run, if it is not `quartet train`.
+    Raises KeyboardInterrupt if ``interrupted`` is set while the services start.
     """
     if overwrite and resume:
         raise ConfigError("--overwrite and --resume: one replaces the earlier run, the other resumes it; give only one")
     files = RunFiles(config.run_directory)
+    continue_with = continue_with or f"quartet train {quote(str(files.config))} --resume"
     found = problems(config, files, overwrite, resume, report)
     for finding in found:
         # The progress of the run shows the warnings about prompts.
@@ -83,13 +86,13 @@ def started_run(
                     yield launcher, files
                 except KeyboardInterrupt:
                     if files.metrics.exists() and files.read_outcome() is None:
-                        report(f"to continue: {_resume_command(files)}")
+                        report(f"to continue: {continue_with}")
                     raise
                 except QuartetError as error:
                     _record_failure(files, error)
                     if not files.metrics.exists():
                         raise
-                    message = f"{error}\nto continue once the cause is fixed: {_resume_command(files)}"
+                    message = f"{error}\nto continue once the cause is fixed: {continue_with}"
                     raise type(error)(message) from error
                 report("stopping the services")
         finally:
@@ -104,10 +107,6 @@ def _record_failure(files: RunFiles, error: QuartetError) -> None:
     if known is None or known.message != str(error):
         with suppress(QuartetError):  # A full disk, or damaged metrics: the error itself is shown.
             files.write_outcome(RunOutcome.of(error, files.last_step()))
-
-
-def _resume_command(files: RunFiles) -> str:
-    return f"quartet train {quote(str(files.config))} --resume"
 
 
 RECONNECT_SECONDS = 0.2
@@ -206,7 +205,7 @@ def _follow(
                 launcher.raise_if_down(outcome.service if outcome.error in LOST else "")
                 outcome.raise_failure()
             if outcome.state is RunState.STOPPED:
-                display.print_line(f"stopped after step {outcome.step} of {launcher.total_steps}")
+                display.print_line(f"stopped after step {steps_of(outcome.step, launcher.total_steps, ' of ')}")
             return outcome.state
         for line in launcher.check():
             display.print_line(line)

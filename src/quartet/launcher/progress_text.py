@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from quartet.contract.control import Progress, RunState
+from quartet.contract.control import ENDLESS_STEPS, Progress, RunState
 
 
 class Pace:
@@ -23,14 +23,21 @@ class Pace:
         self._seconds.append(metrics["seconds"])
         self.tokens_per_second = metrics["response_tokens"] / max(metrics["seconds"], 1e-9)
 
-    def time_left(self, steps: int) -> str:
-        """Return the estimated duration of ``steps`` steps as [h:]mm:ss."""
+    def time_left(self, progress: Progress) -> str:
+        """Return the estimated time until the end of a run as "left [h:]mm:ss", or "" for a run without an end."""
+        if progress.is_endless:
+            return ""
         if not self._seconds:
-            return "--:--"
-        seconds = round(steps * sum(self._seconds) / len(self._seconds))
+            return "left --:--"
+        seconds = round((progress.total_steps - progress.step) * sum(self._seconds) / len(self._seconds))
         hours, rest = divmod(seconds, 3600)
         clock = f"{rest // 60:02d}:{rest % 60:02d}"
-        return f"{hours}:{clock}" if hours else clock
+        return f"left {hours}:{clock}" if hours else f"left {clock}"
+
+
+def steps_of(step: int, total_steps: int, separator: str = "/") -> str:
+    """Return a step and the number of all steps, without the latter for a run without an end."""
+    return str(step) if total_steps >= ENDLESS_STEPS else f"{step}{separator}{total_steps}"
 
 
 class Messages:
@@ -79,10 +86,10 @@ def step_line(progress: Progress, pace: Pace) -> str:
     metrics = progress.metrics
     reward = f"reward {metrics['reward_mean']:+.3f}  " if "reward_mean" in metrics else ""
     return (
-        f"step {progress.step}/{progress.total_steps}  {reward}"
+        f"step {steps_of(progress.step, progress.total_steps)}  {reward}"
         f"kl {metrics['kl_mean']:.3f}  entropy {metrics.get('entropy', math.nan):.2f}  eos {metrics['eos_rate']:.2f}  "
-        f"{pace.tokens_per_second:.0f} tokens/s  left {pace.time_left(progress.total_steps - progress.step)}"
-    )
+        f"{pace.tokens_per_second:.0f} tokens/s  {pace.time_left(progress)}"
+    ).rstrip()
 
 
 class Display(Protocol):
@@ -118,7 +125,8 @@ class LineView:
             return
         self._step = progress.step
         self._pace.add(dict(progress.metrics))
-        interval = max(1, math.ceil(progress.total_steps / self._max_step_lines)) if self._max_step_lines else 1
+        limit = None if progress.is_endless else self._max_step_lines
+        interval = max(1, math.ceil(progress.total_steps / limit)) if limit else 1
         if progress.step in (1, progress.total_steps) or not progress.step % interval:
             self.print_line(step_line(progress, self._pace))
 

@@ -33,6 +33,8 @@ def moved_note(before: Collection[EngineProperties], now: Collection[EnginePrope
 
 
 def _notes(config: Config, engines: Collection[EngineProperties]) -> Iterator[str]:
+    if config.has_traffic:
+        return  # Users do not repeat themselves.
     for engine in engines:
         name = engine.name.split(" ")[0]
         # A Triton server names its model, and so whether it reads seeds, at the first generation.

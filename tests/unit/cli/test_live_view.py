@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from quartet.cli.progress_view import make_view
-from quartet.contract.control import Alert, Progress
+from quartet.contract.control import ENDLESS_STEPS, Alert, Progress
 from quartet.launcher.progress_text import Messages
 
 METRICS = {
@@ -97,6 +99,20 @@ def test_messages_about_processes_are_printed_between_steps(terminal: bool) -> N
         view.print_line("critic: killed by SIGKILL; restarted (1 of 5 in a row)")
         view.show(progress(2, **METRICS))
     assert "critic: killed by SIGKILL; restarted (1 of 5 in a row)" in output.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_without_an_end_has_neither_a_total_nor_time_left(terminal: bool) -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=120)
+    with make_view(console, Path("runs/tiny")) as view:
+        for step in (4, 5):
+            view.show(replace(progress(step, **METRICS), total_steps=ENDLESS_STEPS))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue())
+    assert "5" in text
+    assert "left" not in text
+    assert "5/" not in text
+    assert "1000" not in text
 
 
 def test_a_step_without_metrics_is_not_printed() -> None:
