@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -69,16 +69,23 @@ def shell(script: str) -> list[str]:
     return ["sh", "-c", script]
 
 
-def logged(capfd: pytest.CaptureFixture[str], text: str) -> str:
+@contextmanager
+def standard_error(folder: Path) -> Iterator[Path]:
+    """Let this process write standard error to a file. ``capfd`` loses what is written while it is read."""
+    path, before = folder / "stderr", os.dup(2)
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield path
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+def logged(errors: Path, text: str) -> str:
     """Wait for the text in the log of this process, and return the log."""
-    seen = [""]
-
-    def has_text() -> bool:
-        seen.append(capfd.readouterr().err)
-        return text in "".join(seen)
-
-    wait_until(has_text)
-    return "".join(seen)
+    wait_until(lambda: text in errors.read_text())
+    return errors.read_text()
 
 
 def processes(marker: str) -> list[int]:
@@ -99,18 +106,16 @@ def parent_of(pid: int) -> int:
 
 
 def test_a_command_gets_the_row_and_the_endpoint_and_gives_a_reward(
-    host: Start, endpoint: PolicyEndpoint, capfd: pytest.CaptureFixture[str]
+    host: Start, endpoint: PolicyEndpoint, stack: ExitStack, tmp_path: Path
 ) -> None:
+    errors = stack.enter_context(standard_error(tmp_path))
     agents, started = host(command=COMMAND), run(endpoint.url, text="hi there")
     result = agents.start(started).result()
     assert result == AgentResult(8.0, logged={"text": "HI THERE", "seed": 7})
     [(key, body)] = endpoint.requests
     assert (key, body["model"], body["path"]) == (started.api_key, "policy", "/v1/chat/completions")
     # Its output is logged, without the key and without the result.
-    wait_until(lambda: "my key" in (seen.append(capfd.readouterr().err) or "".join(seen))) if (
-        seen := []
-    ) == [] else None
-    log = "".join(seen)
+    log = logged(errors, "my key")
     assert f"r/1/2/3/1: my key is {HIDDEN_KEY}" in log
     assert "r/1/2/3/1: thinking" in log
     assert started.api_key not in log
@@ -429,9 +434,10 @@ def test_many_functions_wait_in_threads_at_once(host: Start) -> None:
     assert [each.result() for each in started] == [AgentResult()] * MEETING
 
 
-def test_a_printed_key_does_not_reach_the_log(host: Start, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_printed_key_does_not_reach_the_log(host: Start, stack: ExitStack, tmp_path: Path) -> None:
+    errors = stack.enter_context(standard_error(tmp_path))
     agents, started = host(function=f"{FUNCTIONS}:as_told"), run(print="this is")
     agents.start(started).result()
-    log = logged(capfd, "this is")
+    log = logged(errors, "this is")
     assert f"this is {HIDDEN_KEY}" in log
     assert started.api_key not in log

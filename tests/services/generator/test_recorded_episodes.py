@@ -167,7 +167,8 @@ def test_the_environment_gets_only_turns_without_a_recorded_reply(recorded: Reco
 
 def test_an_environment_that_answers_otherwise_makes_an_episode_begin_again(recorded: Recorded) -> None:
     with pytest.raises(Cancelled):
-        recorded.generate(EchoEnvironment(turns=TURNS, tokens=2), stop_after=9)
+        recorded.generate(EchoEnvironment(turns=TURNS, tokens=2), rounds=True, stop_after=9)
+    # All six have a first turn with a reply. A turn without one would stay.
     expected = recorded.expected(EchoEnvironment(turns=TURNS, tokens=3))
     assert encoded(recorded.generate(EchoEnvironment(turns=TURNS, tokens=3))) == expected
     # The new records count from now on.
