@@ -62,9 +62,9 @@ EXAMPLES = {
         ("build/agents-sdk/bin/python", "examples/agents/agents_sdk_service.py"),
     ),
     "node": Example("examples/agents/node.yaml", SHOP, "agents", "shop"),
-    "compaction": Example("examples/agents/compaction.yaml", (".", "--tasks", "compaction"), "agents"),
+    "compaction": Example("examples/agents/compaction.yaml", (".", "--tasks", "compaction"), "compaction"),
 }
-USUAL = [name for name, each in EXAMPLES.items() if each.plot != "agents"]
+USUAL = [name for name, each in EXAMPLES.items() if not each.config.startswith("examples/agents/")]
 """Examples that need nothing but Quartet."""
 
 

@@ -1,4 +1,4 @@
-"""Create the policies and prompts of the agents' examples, from nothing, in about two minutes on one core.
+"""Create the policies and prompts of the agents' examples, from nothing, in about three minutes on one core.
 
     python examples/agents/prepare.py runs/agents
 
@@ -101,10 +101,12 @@ def compacting(draw: random.Random) -> list[list[Message]]:
     return branches
 
 
-TASKS: dict[str, tuple[Callable[[random.Random], list[list[Message]]], Callable[[random.Random], dict[str, Any]]]] = {
-    "shop": (shopping, purchase),
-    "compaction": (compacting, shopping_list),
+Play, Row = Callable[[random.Random], list[list[Message]]], Callable[[random.Random], dict[str, Any]]
+TASKS: dict[str, tuple[Play, Row, int]] = {
+    "shop": (shopping, purchase, 800),
+    "compaction": (compacting, shopping_list, 1600),
 }
+"""Episodes, rows of prompts, and training steps of the policy, by task."""
 
 
 def parts(tokenizer: Any, messages: list[Message]) -> Iterator[tuple[str, bool]]:
@@ -122,8 +124,8 @@ def parts(tokenizer: Any, messages: list[Message]) -> Iterator[tuple[str, bool]]
 
 def prepare(
     folder: Path,
-    play: Callable[[random.Random], list[list[Message]]],
-    row: Callable[[random.Random], dict[str, Any]],
+    play: Play,
+    row: Row,
     steps: int,
 ) -> None:
     """Write a policy that has learned episodes of ``play``, and prompts."""
@@ -155,14 +157,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="what to create (default all)")
-    parser.add_argument("--steps", type=int, default=800, help="training steps of each policy")
+    parser.add_argument("--steps", type=int, help="training steps of each policy (default: enough for its task)")
     options = parser.parse_args(arguments)
     try:
         for name in options.tasks:
-            play, row = TASKS[name]
+            play, row, steps = TASKS[name]
             options.out.mkdir(parents=True, exist_ok=True)
             with staged_directory(options.out / name) as folder:
-                prepare(folder, play, row, options.steps)
+                prepare(folder, play, row, steps if options.steps is None else options.steps)
             print(f"{options.out / name}: policy and prompts.jsonl")
     except QuartetError as error:
         print(f"error: {error}", file=sys.stderr)
