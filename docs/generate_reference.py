@@ -87,6 +87,7 @@ def _prometheus() -> Iterator[tuple[str, str, list[Any]]]:
     from quartet.gateway.http.request_metrics import GatewayMetrics
     from quartet.rpc.call_interceptors import CallMetrics
     from quartet.services.environment.agents.servicer import AgentMetrics
+    from quartet.services.generator.sessions.metrics import TrafficMetrics
     from quartet.services.orchestrator.control.progress import ProgressBoard
     from quartet.services.orchestrator.telemetry.run_metrics import RunMetrics
     from quartet.services.reward.sharing import RunUsage, SharingMetrics
@@ -102,6 +103,8 @@ def _prometheus() -> Iterator[tuple[str, str, list[Any]]]:
     yield "Shared reward service", about, list(SharingMetrics(lambda: [RunUsage("my", 0, 0, 0, 0.0)]).collect())
     about = "An environment service with `environment.kind: agent` serves these, too."
     yield "Agents", about, list(AgentMetrics(Counter).collect())
+    about = "A generator with `environment.kind: traffic` serves these, too. `quartet_tokens_total` has its tokens."
+    yield "Live traffic", about, list(TrafficMetrics(dict, lambda: {"open": 0}).collect())
     config = parse_config(
         {
             "data": {"prompts": "p"},

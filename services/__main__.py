@@ -198,7 +198,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             hosted, background, wait_for_outcome = _orchestrator(config, endings, outcomes, observability, credentials)
         else:
             if roles == [Role.GENERATOR]:
-                hosted = _generator(config, threads, credentials)
+                hosted = _generator(config, threads, credentials, observability)
             elif roles == [Role.ENVIRONMENT]:
                 hosted = _environment(config, threads, credentials, observability)
             else:
@@ -371,12 +371,17 @@ def _follow(ranks: RankProcess, role: Role, config: Config, threads: int, creden
         commands.follow(servicer.handlers(), release_gpu_memory if shared else lambda: None)
 
 
-def _generator(config: Config, threads: int, credentials: Credentials) -> list[Any]:
+def _generator(config: Config, threads: int, credentials: Credentials, observability: Observability) -> list[Any]:
     from quartet.rpc.compute_thread import ComputeThread
     from quartet.services.generator.factory import build_generator, set_up_engine
 
     initializer = set_up_engine(config, threads)
-    return [build_generator(config, ComputeThread(initializer, config.timeouts.score_seconds), threads, credentials)]
+    servicer = build_generator(config, ComputeThread(initializer, config.timeouts.score_seconds), threads, credentials)
+    if (traffic := servicer.core.traffic) is not None:
+        from quartet.services.generator.sessions.metrics import TrafficMetrics
+
+        observability.registry.register(TrafficMetrics(traffic.responses, traffic.waiting))
+    return [servicer]
 
 
 def _environment(config: Config, threads: int, credentials: Credentials, observability: Observability) -> list[Any]:

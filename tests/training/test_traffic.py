@@ -14,11 +14,13 @@ from typing import Any
 import httpx2 as httpx
 import openai
 import pytest
+from prometheus_client import CollectorRegistry
 
 from quartet.buffer.traffic import TrafficStore
 from quartet.errors import ServiceFailed
 from quartet.services.generator import factory, generator, servicer
 from quartet.services.generator.attestation import Attestation
+from quartet.services.generator.sessions.metrics import TrafficMetrics
 from quartet.services.generator.sessions.traffic import TrafficSessions
 from quartet.services.orchestrator.rollout.generator_pool import MAX_FAILURES
 from tests.training.conftest import MakeConfig
@@ -309,6 +311,27 @@ def test_a_refused_first_request_leaves_no_session(waiting: Endpoint) -> None:
     # Its id belongs to no one.
     assert waiting.ask("refused", "ab", key=OTHER).session_id == "refused"
     assert waiting.state("refused") == "open"
+
+
+def test_metrics_count_responses_and_sessions_that_wait(waiting: Endpoint) -> None:
+    registry, traffic = CollectorRegistry(), waiting.servers[-1]
+    registry.register(TrafficMetrics(traffic.responses, traffic.waiting))
+
+    def value(name: str, **labels: str) -> float:
+        return registry.get_sample_value(f"quartet_traffic_{name}", labels) or 0.0
+
+    before = [value("requests_total", status=status) for status in ("2xx", "4xx", "5xx")]
+    sessions = [value("sessions", state=state) for state in ("open", "rewarded")]
+    for id in ("counted", "counted-open"):
+        waiting.ask(id, "ab")
+    waiting.reward("counted", 1)
+    waiting.request("GET", "/models", "wrong")
+    assert [value("requests_total", status=status) for status in ("2xx", "4xx", "5xx")] == [
+        before[0] + 3,
+        before[1] + 1,
+        before[2],
+    ]
+    assert [value("sessions", state=state) for state in ("open", "rewarded")] == [sessions[0] + 1, sessions[1] + 1]
 
 
 def test_errors_for_users_speak_of_sessions(waiting: Endpoint) -> None:

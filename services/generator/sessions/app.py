@@ -13,7 +13,7 @@ import resource
 import socket
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -28,7 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quartet.errors import ConfigError
 from quartet.services.generator.sessions.connections import SessionProtocol
@@ -92,6 +92,8 @@ class SessionServer:
         self._budget = _ByteBudget(MAX_BODIES_BYTES)
         self._tasks = set[asyncio.Task[None]]()
         self._waiting: dict[Hashable, int] = {}
+        self.responses: Counter[str] = Counter()
+        """Number of responses by class of their status, such as 2xx."""
         self._users: TrafficSessions | None = None
         self._created = int(time.time())
         self.threads = ThreadPoolExecutor(THREADS, "sessions")
@@ -99,7 +101,7 @@ class SessionServer:
         self._socket = _bind(listen)
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._server = uvicorn.Server(_server_config(self._app(), certificate))
+        self._server = uvicorn.Server(_server_config(_counted(self._app(), self.responses), certificate))
         self._thread = threading.Thread(target=self._serve, name="sessions", daemon=True)
         self._thread.start()
 
@@ -474,7 +476,21 @@ def _bind(listen: str) -> socket.socket:
         ) from None
 
 
-def _server_config(app: Starlette, certificate: tuple[Path, Path] | None) -> uvicorn.Config:
+def _counted(app: ASGIApp, responses: Counter[str]) -> ASGIApp:
+    """Return an application that counts its responses by class of their status."""
+
+    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+        async def observed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                responses[f"{message['status'] // 100}xx"] += 1
+            await send(message)
+
+        await app(scope, receive, observed)
+
+    return counted
+
+
+def _server_config(app: ASGIApp, certificate: tuple[Path, Path] | None) -> uvicorn.Config:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return uvicorn.Config(
         app,

@@ -396,6 +396,15 @@ class TrafficSessions:
             self._store.end_period(id, period.name, period.is_attested is True)
             period.sessions.discard(id)
 
+    def responses(self) -> Mapping[str, int]:
+        """Return the number of responses by class of their status."""
+        return dict(self._server.responses)
+
+    def waiting(self) -> Mapping[str, int]:
+        """Return the number of sessions of the run that wait, by state. Raises ServiceUnavailable."""
+        counts = {SessionState.OPEN: self._store.count_open(), SessionState.REWARDED: self._store.count_rewarded()}
+        return {str(state): count for state, count in counts.items()}
+
     def recorded(self, session: str, period: Period) -> None:
         """Take note that a session has recorded a turn. Its period may have ended since the turn was complete."""
         period.sessions.add(session)
