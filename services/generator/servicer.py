@@ -30,7 +30,7 @@ log = structlog.get_logger()
 WAIT_SECONDS = 30.0
 """Time for which another generator may wait for a version before it sends it."""
 WAKE_SECONDS, CLOSE_SECONDS = 0.5, 2.0
-"""Longest wait for a turn of a user before a look whether the process ends, and for the end of the thread that waits."""
+"""Longest wait for a turn of a user before a look whether the process ends. Time for turns to be finished then, or cancelled."""
 
 
 class GeneratorServicer(ModelServicer[Generator], generation_pb2_grpc.GenerationServiceServicer):
@@ -134,13 +134,15 @@ class _Serving:
 
     def __init__(self, core: Generator, compute: ComputeThread) -> None:
         self._core, self._compute = core, compute
-        self._closed = threading.Event()
+        self._closed, self._cancelled = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more turns."""
+        """Take no more turns, and finish or else cancel those that have begun. What is answered is attested in both cases."""
         self._closed.set()
+        self._thread.join(CLOSE_SECONDS)
+        self._cancelled.set()
         self._thread.join(CLOSE_SECONDS)
         traffic = self._core.traffic
         assert traffic is not None
@@ -169,8 +171,7 @@ class _Serving:
             # The other work may be an evaluation.
             return self._closed.is_set() or self._compute.pending() > 1 or time.monotonic() > end
 
-        # At the end of the process no one gets the answers any more. Those before them are attested.
-        self._core.serve(stops, lambda: cancelled() or self._closed.is_set())
+        self._core.serve(stops, lambda: cancelled() or self._cancelled.is_set())
 
 
 class _Process:
