@@ -18,6 +18,14 @@ export function whole(value) {
   return value === null || value === undefined ? "–" : minus(GROUPED.format(value));
 }
 
+/** Number of steps of a run without an end, such as one that serves users. */
+export const ENDLESS_STEPS = 1_000_000_000;
+
+/** Format a step and the number of all steps, without the latter for a run without an end. */
+export function steps(step, total) {
+  return total >= ENDLESS_STEPS ? whole(step) : `${whole(step)} of ${whole(total)}`;
+}
+
 /** Format a setting as a user types it, with up to six significant digits. */
 export function exact(value) {
   if (value === null || value === undefined) return "–";

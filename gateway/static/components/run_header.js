@@ -2,7 +2,7 @@
 
 import * as api from "../api.js";
 import { h, replace, write } from "../dom.js";
-import { ago, duration, number, plural, whole } from "../format.js";
+import { ENDLESS_STEPS, ago, duration, number, plural, steps, whole } from "../format.js";
 import { icon } from "../icons.js";
 import { statePill } from "./state_pill.js";
 
@@ -75,7 +75,7 @@ export class RunHeader {
   /** Estimated time until the last step in seconds; null unless the run is training. */
   get secondsLeft() {
     const { detail } = this.frame;
-    const perStep = this.secondsPerStep;
+    const perStep = detail.total_steps < ENDLESS_STEPS ? this.secondsPerStep : null;
     return detail.live && detail.state !== "paused" && perStep !== null ? (detail.total_steps - detail.step) * perStep : null;
   }
 
@@ -88,7 +88,7 @@ export class RunHeader {
     }
     const recoveries = progress?.recoveries ? ` · ${plural(progress.recoveries, "recovery", "recoveries")}` : "";
     write(this.facts, `${detail.estimator} · seed ${detail.seed}${recoveries}`);
-    write(this.steps, `step ${whole(detail.step)} of ${whole(detail.total_steps)}`);
+    write(this.steps, `step ${steps(detail.step, detail.total_steps)}`);
     const left = this.secondsLeft;
     const rate = this.tokensPerSecond;
     const parts = [rate === null ? "" : `${number(rate)} tokens/s`, left === null ? "" : `${duration(left)} left`];

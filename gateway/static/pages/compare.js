@@ -13,7 +13,7 @@ import { empty, failure, loading } from "../components/placeholders.js";
 import { table } from "../components/table.js";
 import { leaves, shown } from "../components/config_tree.js";
 import { h, replace } from "../dom.js";
-import { number, whole } from "../format.js";
+import { number, steps, whole } from "../format.js";
 
 const POINTS = 600;
 /** Number of distinct colours: of the runs, or of the settings, of which as many again are dashed. */
@@ -164,7 +164,7 @@ class ComparePage {
         columns: [
           { label: "Run", head: true, cell: (run) => this.link(run) },
           { label: "State", cell: (run) => statePill(run.state) },
-          { label: "Step", number: true, cell: (run) => `${whole(run.step)} of ${whole(run.total_steps)}` },
+          { label: "Step", number: true, cell: (run) => steps(run.step, run.total_steps) },
           { label: "Reward", number: true, cell: (run) => number(run.reward_mean) },
           { label: "KL", number: true, cell: (run) => number(run.kl_mean) },
           { label: "Estimator", cell: (run) => run.estimator },

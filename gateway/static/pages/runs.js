@@ -6,7 +6,7 @@ import { statePill } from "../components/state_pill.js";
 import { empty, failure, loading } from "../components/placeholders.js";
 import { table } from "../components/table.js";
 import { h, replace } from "../dom.js";
-import { ago, moment, number, whole } from "../format.js";
+import { ago, moment, number, steps } from "../format.js";
 import { icon } from "../icons.js";
 import { startRunDialog } from "./start_run.js";
 
@@ -149,7 +149,7 @@ function progress(run) {
   return h(
     "div",
     { style: { "min-width": "120px" } },
-    h("div", { class: "small" }, `${whole(run.step)} of ${whole(run.total_steps)}`),
+    h("div", { class: "small" }, steps(run.step, run.total_steps)),
     h("div", { class: "bar", "aria-hidden": "true" }, h("i", { style: { width: `${share * 100}%` } })),
   );
 }
