@@ -133,6 +133,7 @@ AGENTS = {
 
 # Both are runs of one AgentHost. tests/environments/test_agents.py has functions.
 @pytest.mark.parametrize("kind", ["command", pytest.param("function", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_service_of_agents_conforms(kind: str, folder: Path, redis_url: str) -> None:
     config = config_tree(folder, redis_url)
     config["rollout"]["max_turns"] = 4

@@ -16,7 +16,7 @@ from tests.e2e.commands import QUARTET, Command, settings
 from tests.e2e.conftest import Run, step_metrics, train, weights
 
 AGENT = Path(__file__).with_name("agent_command.py")
-STEPS, EPISODES, TURNS = 2, 4, 3
+STEPS, EPISODES, TURNS = 2, 2, 3
 """Each episode is a process that imports the client, which takes a second or two."""
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

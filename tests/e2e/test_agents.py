@@ -56,6 +56,7 @@ def test_a_run_has_the_turns_and_rewards_of_its_agents(with_agents: Run) -> None
     assert '"reward"' not in log
 
 
+@pytest.mark.slow
 def test_generators_with_certificates_train_the_same_policy(
     with_agents: Run, call: Call, config: Path, tmp_path: Path
 ) -> None:

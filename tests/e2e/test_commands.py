@@ -22,6 +22,7 @@ from tests.e2e.conftest import Call, Run, Service, Start
 PROMPTS = ("a quick lunch with friends :", "a late dinner for two :")
 
 
+@pytest.mark.slow
 def test_generate_gives_the_same_completions_for_prompts_from_arguments_and_from_a_file(
     first_run: Run, call: Call, tmp_path: Path
 ) -> None:

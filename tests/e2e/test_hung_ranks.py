@@ -49,7 +49,7 @@ def check_end(command: Command, undisturbed: Run, directory: Path) -> None:
 @pytest.mark.parametrize(
     ("role", "rank"),
     [
-        ("actor", 1),
+        pytest.param("actor", 1, marks=pytest.mark.slow),
         pytest.param("critic", 1, marks=pytest.mark.slow),
         pytest.param("critic", 0, marks=pytest.mark.slow),
     ],

@@ -107,7 +107,8 @@ def isolated() -> tuple[str, ...]:
     pytest.skip("this system allows no namespaces")
 
 
-@pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [False, True])
 def test_generators_get_the_policy_of_ranks_on_two_machines(
     start: Start,
     config: Path,

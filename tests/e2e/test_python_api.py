@@ -112,6 +112,7 @@ def test_a_run_is_trained_read_used_and_resumed_by_a_script_whose_end_ends_it(
     np.testing.assert_array_equal(run.metrics["reward_mean"][:STEPS], [line["reward_mean"] for line in lines])
 
 
+@pytest.mark.slow
 def test_a_run_that_another_thread_started_is_controlled(
     folder: Path, config: Path, frozen: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_killed_script_leaves_no_process(start_script: StartScript) -> None:
     wait_until(lambda: not script.processes(), script.processes)
 
 
+@pytest.mark.slow
 def test_an_interrupt_stops_a_run_that_is_waited_for(folder: Path, config: Path, few_processes: list[str]) -> None:
     (folder / "script.py").write_text(
         f"import quartet\nquartet.train({str(config)!r}, {[*few_processes[1::2], *LONG]!r})\n"

@@ -32,7 +32,8 @@ def test_train_and_the_processes_of_a_run_import_the_real_libraries(
 ) -> None:
     """Nothing of this run is forked from the tests, so its services show their environment, too."""
     options = settings("reward.source=function", "reward.model=null", "reward.function=mine:length", "run.steps=1")
-    options += settings("rollout.generators=1")
+    # No critic and no reference: each process imports torch.
+    options += settings("rollout.generators=1", "algorithm.estimator=reinforce_plus_plus", "algorithm.kl_coefficient=0")
     held = {VARIABLE: "orchestrator.sealed=hold@1", FOLDER_VARIABLE: str(tmp_path)}
     command = start("train", config, *options, environment=held, fresh=True)
     command.wait_for((tmp_path / "orchestrator.sealed.reached").exists)

@@ -64,6 +64,7 @@ def test_generated_requests_get_documented_responses(run_gateway: Gateway) -> No
     assert run_gateway.client.get("/runs/finished").status_code == 200
 
 
+@pytest.mark.slow
 def test_generated_commands_to_an_active_run_get_documented_responses(make: MakeConfig, tmp_path: Path) -> None:
     with start_live_run(make, tmp_path, "active", steps=100_000) as (active, _), serving(tmp_path) as gateway:
         active.control.pause()

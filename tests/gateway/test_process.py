@@ -95,6 +95,7 @@ def get(address: str, path: str, token: str = TOKEN) -> http.client.HTTPResponse
     return connection.getresponse()
 
 
+@pytest.mark.slow
 def test_a_killed_gateway_restarts_at_the_same_address_and_exits_at_once_with_open_streams(
     tmp_path: Path, start_process: Any
 ) -> None:

@@ -171,6 +171,7 @@ def test_parallel_sizes_and_offload_of_the_config_are_kept(tmp_path: Path) -> No
     assert service.devices == tuple(range(8))
 
 
+@pytest.mark.slow
 def test_torchrun_of_this_environment_accepts_the_command() -> None:
     (container,) = stateful_set(example("two-node-actor"))["template"]["spec"]["containers"]
     program = (

@@ -50,6 +50,7 @@ def gateway(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         gateway.wait_or_kill(time.monotonic())
 
 
+@pytest.mark.slow
 def test_a_restarted_gateway_keeps_its_address_and_token(gateway: GatewayProcess) -> None:
     assert gateway.responds(TIMEOUT)
     assert os.getpriority(os.PRIO_PROCESS, gateway.process.pid) == os.getpriority(os.PRIO_PROCESS, 0) + NICENESS

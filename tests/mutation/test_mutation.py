@@ -71,6 +71,7 @@ for code, file, seconds in json.loads(sys.argv[1]):
 """Prints the outcome of each change."""
 
 
+@pytest.mark.slow
 def test_a_child_imports_the_replaced_module(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import pytest
+
 from tests.unit.test_architecture import ROOT, modules
 
 # Parts and modules that need the extra `train`.
@@ -78,6 +80,7 @@ def test_the_modules_of_config_check_import_without_slow_libraries() -> None:
     assert import_without(slow, names) == ""
 
 
+@pytest.mark.slow
 def test_the_orchestrator_imports_without_peft_and_modelling_code() -> None:
     """Without these imports, the process starts in half the time."""
     names = ["quartet.services.orchestrator.training_run", "quartet.services.orchestrator.servicer"]

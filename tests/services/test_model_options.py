@@ -137,6 +137,7 @@ def test_the_optimizer_has_the_options_of_its_section_and_the_learning_rate_of_t
 
 
 @pytest.mark.usefixtures("_sealed")
+@pytest.mark.slow
 def test_a_compiled_service_compiles_at_its_start_and_not_in_updates(
     services: Services, changed_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def test_one_process_starts_no_other() -> None:
     assert (ranks.rank, ranks.size, ranks.children) == (0, 1, {})
 
 
+@pytest.mark.slow
 def test_ranks_are_forked_without_cuda_and_rank_0_reports_the_error_and_the_end_of_the_others() -> None:
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

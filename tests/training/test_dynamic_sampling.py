@@ -92,6 +92,7 @@ def test_without_equal_groups_a_run_has_the_bits_of_one_without_dynamic_sampling
     assert weights(run) == weights(plain)
 
 
+@pytest.mark.slow
 def test_crashes_and_generators_that_are_lost_change_no_prompt(
     make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:

@@ -185,6 +185,7 @@ def test_a_transient_scoring_failure_changes_nothing(runs: Runs) -> None:
     assert weights(run) == weights(expected)
 
 
+@pytest.mark.slow
 def test_a_run_that_crashes_at_every_point_records_each_failed_trajectory_once(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:

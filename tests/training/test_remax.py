@@ -83,6 +83,7 @@ def test_each_prompt_has_a_greedy_response_that_is_scored_and_not_trained_on(
         assert greedy.mean() > sampled.mean()
 
 
+@pytest.mark.slow
 def test_crashes_and_generators_change_no_bit(
     make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

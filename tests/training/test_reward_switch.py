@@ -101,6 +101,7 @@ def test_a_switch_applies_from_one_step_on_and_resets_the_statistics(switched: R
     assert {line["user"] for line in json_lines(run.files.changes)} == {"alice"}
 
 
+@pytest.mark.slow
 def test_a_run_that_crashes_at_every_point_around_a_switch_resumes_bit_identically(
     make: MakeConfig, switched: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def failed_rows(run: Run) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_killed_run_has_the_same_failures_and_weights(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:

@@ -102,6 +102,7 @@ def test_the_next_prompts_take_the_place_of_skipped_ones(make: MakeConfig, promp
 @pytest.mark.parametrize(
     ("kind", "lost"), [("dynamic", True), ("off-policy", False), pytest.param("greedy", True, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_a_run_that_crashes_at_every_point_skips_the_same_prompts(
     kind: str, lost: bool, make: MakeConfig, prompts: Path, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:

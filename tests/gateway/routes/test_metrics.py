@@ -89,6 +89,7 @@ def long_run(tmp_path: Path) -> RunFiles:
     return files
 
 
+@pytest.mark.slow
 def test_a_run_with_many_steps_is_read_quickly(tmp_path: Path, long_run: RunFiles) -> None:
     with serving(tmp_path) as gateway:
         seconds = []

@@ -206,6 +206,7 @@ def test_an_address_without_a_generator_fails(tmp_path: Path) -> None:
     assert "start it, or correct services.generators" in finding.what
 
 
+@pytest.mark.slow
 def test_the_interpreter_of_local_generators_must_import_their_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

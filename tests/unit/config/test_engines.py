@@ -222,6 +222,7 @@ def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, An
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tritonclient") is not None, reason="the package is here")
+@pytest.mark.slow
 def test_a_missing_package_is_reported_with_installation_advice(checkpoints: dict[str, Any]) -> None:
     tree = checkpoints | {"rollout": {"engine": "triton", "prompts_per_step": 1, "triton": {"url": URL}}}
     with pytest.raises(

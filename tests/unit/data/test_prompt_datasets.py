@@ -81,6 +81,7 @@ def test_the_rows_are_read_once_and_again_after_a_change(folder: Path, monkeypat
     assert len(rows_file(settings).path.read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_a_process_that_must_not_import_torch_reads_data_sets(folder: Path) -> None:
     settings = json.dumps(settings_of(folder, columns={"text": "question"}).to_json())
     program = (

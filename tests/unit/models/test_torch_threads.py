@@ -27,6 +27,7 @@ print(min(page_faults() for _ in range(10)))
 """
 
 
+@pytest.mark.slow
 def test_freed_memory_is_used_again_without_page_faults() -> None:
     if not keep_freed_memory():
         pytest.skip("the C library is not glibc")

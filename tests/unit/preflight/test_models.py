@@ -44,6 +44,7 @@ def test_a_file_that_is_a_reference_of_git_lfs_is_named(name: str, models: Path)
 
 
 @pytest.mark.usefixtures("real_processes")
+@pytest.mark.slow
 def test_a_tokenizer_that_cannot_be_loaded_is_refused_without_transformers_in_this_process(models: Path) -> None:
     (models / "policy/tokenizer.json").write_text("{}")
     before = set(sys.modules)

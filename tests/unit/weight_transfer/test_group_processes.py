@@ -73,6 +73,7 @@ def server(trainer: Trainer) -> Iterator[Server]:
     server.stop(0.0)
 
 
+@pytest.mark.slow
 def test_receivers_that_are_killed_or_stopped_or_join_touch_no_other_transfer(trainer: Trainer, server: Server) -> None:
     schedule, tensors = random.Random(), {"a": tensor((16, 2**18)), "b": tensor((3, 5))}
     receivers = [Receiver(server.address) for _ in range(4)]

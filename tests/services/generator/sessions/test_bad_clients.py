@@ -298,6 +298,7 @@ def test_many_sessions_that_are_open_at_once_take_little_memory(
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.slow
 def test_of_many_sessions_one_after_the_other_only_some_keys_are_kept(
     scripted: Scripted,
     run: str,

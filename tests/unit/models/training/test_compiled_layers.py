@@ -106,6 +106,7 @@ def test_an_update_of_an_adapter_and_of_values_with_layers_that_are_recomputed_c
     compare(update(model, True, recomputes=True, max_tokens=80), update(model, False, max_tokens=80))
 
 
+@pytest.mark.slow
 def test_layers_share_the_code_of_few_compilations_over_many_shapes_and_do_not_use_onednn(
     graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
