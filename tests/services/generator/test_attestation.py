@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import asyncio
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,9 +31,20 @@ from quartet.services.generator import attestation as module
 from quartet.services.generator.attestation import SHARE, Attestation
 from quartet.services.generator.episodes import EnvironmentAccess
 from quartet.services.generator.generator import Generator
+from quartet.services.generator.sessions.traffic import TrafficSessions, TrafficTurns
 from quartet.weight_transfer.tensors import HostTensor, tensor_digest
 from tests.services.generator.environments import EchoEnvironment
-from tests.services.generator.test_generator import RUN, CopyingEngine, batch, generate, generator_of, load, weight_set
+from tests.services.generator.test_generator import (
+    REQUESTS,
+    RUN,
+    SAMPLING,
+    CopyingEngine,
+    batch,
+    generate,
+    generator_of,
+    load,
+    weight_set,
+)
 from tests.services.generator.test_generator import stream as stream
 from tests.unit.models import tiny
 from tests.unit.models.adapters import adapted, learn
@@ -233,6 +245,81 @@ def test_turn_records_outlive_their_call_only_if_its_weights_are_attested_or_its
     records = [store.records_of(call).load(request.id) for request in call.requests]
     assert [len(record.turns) > 0 for record in records] == [kept] * len(records)
     store.forget_all()
+
+
+class Users(TrafficSessions):
+    """Users who ask for the turns of REQUESTS. ``outcomes``: those of the periods that have ended."""
+
+    def __init__(self) -> None:
+        self.turns, self.outcomes = TrafficTurns(), list[bool]()
+        self.sampling, self.seed = SAMPLING, 0
+
+    @property
+    def model(self) -> str:
+        return RUN
+
+    async def ask(self, serve: Callable[[], object]) -> list[Any]:
+        """Call ``serve`` on another thread while the users wait, and return their answers or errors."""
+        answers = [self.turns.put(request) for request in REQUESTS]
+        await asyncio.to_thread(serve)
+        self.turns.fail(ServiceUnavailable("over"))
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+    def end_period(self, attested: bool) -> None:
+        self.outcomes.append(attested)
+        self.turns.end_period(attested)
+
+
+@pytest.mark.parametrize(
+    ("error", "change", "readable", "fails_update", "raised", "attested"),
+    [
+        (None, False, True, False, None, True),
+        (None, True, True, False, WeightsChanged, False),
+        (None, False, True, True, None, False),
+        (Cancelled("gone"), False, True, False, Cancelled, True),
+        (Cancelled("gone"), True, True, False, WeightsChanged, False),
+        (Cancelled("gone"), False, False, False, ServiceUnavailable, False),
+        (EngineFailed("dead"), False, True, False, EngineFailed, False),
+    ],
+)
+def test_answers_to_users_count_only_if_the_weights_are_attested_after_them(
+    error: BaseException | None,
+    change: bool,
+    readable: bool,
+    fails_update: bool,
+    raised: type[BaseException] | None,
+    attested: bool,
+    stream: RolloutStream,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "SHARE", 1000.0)
+    engine, users = Failing(), Users()
+    served = ServedModel("m", "float32", frozenset(), 10, 64)
+    generator = Generator(lambda: engine, served, ServiceStatus(Role.GENERATOR), lambda run: stream, users)
+    load(generator, 7)
+    engine.error, engine.change, engine.readable, engine.rounds = error, change, readable, 1
+    finish = users.turns.finish
+
+    def finished(turn: Any) -> None:
+        finish(turn)
+        if fails_update:
+            engine.failure = ServiceUnavailable("away")
+            with pytest.raises(ServiceUnavailable):
+                load(generator, 8)
+
+    monkeypatch.setattr(users.turns, "finish", finished)
+
+    def serve() -> None:
+        if raised is None:
+            generator.serve(lambda: False, lambda: False)
+        else:
+            with pytest.raises(raised):
+                generator.serve(lambda: False, lambda: False)
+
+    results = asyncio.run(users.ask(serve))
+    (_, period) = results[0]
+    assert period.is_attested is attested
+    assert users.outcomes == [attested]
 
 
 @pytest.mark.parametrize("merge", [False, True])
