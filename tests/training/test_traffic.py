@@ -83,7 +83,7 @@ class Endpoint:
         for turn in range(turns):
             for attempt in count():
                 try:
-                    answer = self.ask(session, *texts, number=-1 - (turn + attempt) % 2)
+                    answer = self.ask(session, *texts, number=-1 - (turn + attempt) % min(2, len(self.servers)))
                 except openai.APIError:
                     assert attempt < 200
                     threading.Event().wait(0.05)
