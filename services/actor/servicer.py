@@ -79,6 +79,9 @@ class ActorServicer(
         """Return the longer abandoned work of both threads, see ``ComputeThread.abandoned``."""
         return max(super().abandoned(), self._generation.abandoned(), key=itemgetter(1))
 
+    def failure(self) -> str:
+        return super().failure() or self._generation.failure
+
     def end_streams(self) -> None:
         """End the streams of weights that wait for a version or lend memory."""
         if self._weights is not None:

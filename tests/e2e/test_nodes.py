@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
 from tests.e2e.conftest import GROUPS, Run, Service, Start, step_metrics, weights
 from tests.ports import free_ports
 from tests.waiting import LIMIT, wait_until
 
 Node = Callable[[int], Command]
-REPORTED_LOSS = r"rank 1 of 2 \(process \d+\): no (sign of life|progress)"
-"""Rank 0 notices the loss of rank 1 in the next collective, or if there is none, after the time limit."""
+REPORTED_LOSS = r"rank 1( of 2 \(process \d+\): no (sign of life|progress)|: actor at .* unavailable)"
+"""Rank 0 notices the loss of rank 1 in the next collective or generation, or if there is none, after the time limit."""
 
 
 class Nodes:
@@ -72,8 +73,7 @@ def lose(node: Command) -> None:
 def test_a_run_continues_after_the_loss_of_a_node_and_ends_bit_identically(
     start: Start, config: Path, nodes: Nodes, frozen: Service, group_run: Run, tmp_path: Path, lost: int
 ) -> None:
-    # If node 1 is lost in a generation, no collective shows it, and each attempt fails until the time limit ends the group.
-    nodes.options += settings("recovery.hang_timeout_seconds=20", "recovery.max_recoveries=20")
+    nodes.options += settings("recovery.hang_timeout_seconds=20")
     agents = [nodes.start(0), nodes.start(1)]
     run = tmp_path / "runs" / "tiny"
     options = [*frozen.serving("reward", "reference"), *settings("gateway.enabled=false"), *GROUPS[2:]]
@@ -93,6 +93,26 @@ def test_a_run_continues_after_the_loss_of_a_node_and_ends_bit_identically(
     assert "note: recovering: actor at" in result.out
     assert step_metrics(Run(result, run)) == step_metrics(group_run)
     assert weights(run) == weights(group_run.directory)
+
+
+@pytest.mark.slow
+def test_a_run_continues_after_the_loss_of_a_node_in_a_generation(
+    start: Start, config: Path, nodes: Nodes, frozen: Service, group_run: Run, tmp_path: Path
+) -> None:
+    held = f"{VARIABLE}=actor.generating:1=hold@2", f"{FOLDER_VARIABLE}={tmp_path}"
+    first, second = nodes.start(0), nodes.start(1, "env", *held)
+    options = [*frozen.serving("reward", "reference"), *settings("gateway.enabled=false"), *GROUPS[2:]]
+    command = start("train", config, *options, *nodes.options)
+    command.wait_for((tmp_path / "actor.generating.reached").exists)
+    lose(second)
+    # No collective and no time limit: the call of rank 0 fails.
+    first.wait_for(lambda: re.search(r"rank 1: actor at .* unavailable.* this process ends", first.err))
+    nodes.start(1)
+    result = command.wait(LIMIT)
+    assert (result.code, result.err, result.leftovers) == (0, "", [])
+    run = Run(result, tmp_path / "runs" / "tiny")
+    assert step_metrics(run) == step_metrics(group_run)
+    assert weights(run.directory) == weights(group_run.directory)
 
 
 ISOLATED = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")

@@ -27,7 +27,7 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.security.credentials import LOCAL
 from quartet.rpc.server import Server
 from quartet.services.actor.group_generation import GroupGeneration, rank_host
-from quartet.services.actor.servicer import RankServicer
+from quartet.services.actor.servicer import ActorServicer, RankServicer
 from quartet.services.generator import attestation
 from quartet.services.generator.generator import Generator, Progress
 from quartet.services.orchestrator.rollout.generation import ActorGeneration
@@ -205,6 +205,19 @@ def test_a_rank_that_is_gone_asks_for_a_restart_of_the_group() -> None:
     with pytest.raises(EngineFailed, match="rank 1: actor at 127"):
         ranks.generation.generate(BATCH, never)
     thread.join()
+
+
+def test_a_failed_generation_ends_the_process_if_it_runs_on_a_thread_of_its_own() -> None:
+    generation = ComputeThread()
+
+    def fail(_: Callable[[], bool]) -> None:
+        raise EngineFailed("rank 1: unavailable")
+
+    servicer = ActorServicer(MagicMock(), ComputeThread(), 1, lambda: False, generation)
+    with pytest.raises(EngineFailed):
+        generation.run("generate", MagicMock(time_remaining=lambda: LIMIT), fail)
+    assert servicer.failure() == "rank 1: unavailable"
+    servicer.close()
 
 
 @pytest.mark.parametrize("damaged", [0, 1])
