@@ -138,8 +138,11 @@ class TrafficStore:
 
     def count_rewarded(self) -> int:
         """Return the number of sessions with a reward that wait for a step."""
-        with self._translated():
-            return int(self._client.llen(self._queue)) + int(self._client.zcard(self._unattested))
+        # Together, because a session may move from one to the other.
+        with self._translated(), self._client.pipeline(transaction=True) as pipe:
+            pipe.llen(self._queue)
+            pipe.zcard(self._unattested)
+            return sum(map(int, pipe.execute()))
 
     def append_turn(self, session: SessionInfo, turn: RecordedTurn, seconds: float, period: str = "") -> bool:
         """Record a turn. The first one opens the session, which expires ``seconds`` after its last request.
