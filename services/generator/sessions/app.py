@@ -51,7 +51,8 @@ log = structlog.get_logger()
 MAX_BODY_BYTES = 8 * 1024 * 1024
 """Size of a request's body."""
 MAX_BODIES_BYTES = 32 * MAX_BODY_BYTES
-"""Size of all bodies whose requests are being answered. Further requests wait before they are read."""
+"""Size of all bodies whose requests are being answered. Further requests wait before they are read. One session, or one key of
+users, has a quarter of it."""
 MAX_WAITING = 64
 """Requests of one session at once. A further one gets a 429."""
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
@@ -89,7 +90,7 @@ class SessionServer:
         """
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
-        self._budget = _ByteBudget(MAX_BODIES_BYTES)
+        self._budget = _ByteBudget(MAX_BODIES_BYTES, MAX_BODIES_BYTES // 4)
         self._tasks = set[asyncio.Task[None]]()
         self._waiting: dict[Hashable, int] = {}
         self.responses: Counter[str] = Counter()
@@ -171,9 +172,11 @@ class SessionServer:
     async def _complete(self, request: Request, parse: Callable[[bytes], tuple[str, Call]]) -> Response:
         body = _Body(request)
         try:
-            name, admitted, find = self._sender(request)
-            async with self._admitted(admitted), self._budget.taken(body.size()):
-                model, call = await self.loop.run_in_executor(self.threads, parse, await body.read())
+            name, owner, admitted, find = self._sender(request)
+            async with self._admitted(admitted), self._budget.taken(owner, body.size()) as taken:
+                data = await body.read()
+                taken.reduce(len(data))
+                model, call = await self.loop.run_in_executor(self.threads, parse, data)
                 self._check_model(model, name)
                 return await self._answer(request, await find(call), call)
         except ProtocolError:
@@ -199,7 +202,9 @@ class SessionServer:
                 body = await self.loop.run_in_executor(self.threads, _json_body, call, header, choices)
             events = events_of(call, header, choices) if call.stream else iter(())
             return _Delivery(session, answer, header, body, events)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ProtocolError) and _is_sent_again(error.status):
+                session.refused += 1
             session.release(answer)
             raise
         finally:
@@ -216,7 +221,7 @@ class SessionServer:
         body = _Body(request)
         try:
             users, user = self._user(request)
-            async with self._budget.taken(body.size()):
+            async with self._budget.taken(user, body.size()):
                 session = request.path_params["session"]
                 return JSONResponse(await users.give_reward(user, session, await body.read()))
         except ProtocolError:
@@ -235,10 +240,10 @@ class SessionServer:
         """Return the name of the policy for the sender of a request. Raises ProtocolError."""
         return self._sender(request)[0]
 
-    def _sender(self, request: Request) -> tuple[str, Hashable, Callable[[Call], Awaitable[Session]]]:
-        """Return the name of the policy for a request, what its limit of waiting requests counts by, and a function.
+    def _sender(self, request: Request) -> tuple[str, Hashable, Hashable, Callable[[Call], Awaitable[Session]]]:
+        """Return the name of the policy for a request, what its memory and what its limit of waiting requests count by.
 
-        The function returns the session of the request. Raises ProtocolError for a wrong key.
+        And a function that returns the session of the request. Raises ProtocolError for a wrong key.
         """
         if self._users is None:
             session = self._session(request)
@@ -246,7 +251,7 @@ class SessionServer:
             async def same(_: Call) -> Session:
                 return session
 
-            return session.model, session, same
+            return session.model, session, session, same
         users, user, ids = self._users, self._users.user(self._key_of(request)), request.headers.getlist("x-session-id")
         given = next(iter(ids), None)
 
@@ -254,7 +259,7 @@ class SessionServer:
             return await users.session(user, ids, call)
 
         # A session has one turn at a time. Requests without an id have sessions of their own.
-        return users.model, (user, given) if given else object(), found
+        return users.model, user, (user, given) if given else object(), found
 
     def _session(self, request: Request) -> Session:
         """Return the session of an agent by the key of a request. Raises ProtocolError."""
@@ -294,6 +299,8 @@ class SessionServer:
     async def _admitted(self, sender: Hashable) -> AsyncIterator[None]:
         count = self._waiting.get(sender, 0)
         if count >= MAX_WAITING:
+            if isinstance(sender, Session):
+                sender.refused += 1
             raise ProtocolError(
                 429,
                 f"{count} requests of this session are being answered or wait, one after the other; wait for answers.",
@@ -390,39 +397,61 @@ class _Body:
             yield message.get("body", b"")
 
 
-class _ByteBudget:
-    """Bytes that requests share. They wait in order. For one event loop."""
+class _Bytes:
+    """Bytes that a request has taken from a budget."""
 
-    def __init__(self, size: int) -> None:
-        self._free = size
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+    def __init__(self, budget: _ByteBudget, owner: Hashable, size: int) -> None:
+        self._budget, self.owner, self.size = budget, owner, size
+        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def reduce(self, size: int) -> None:
+        """Give back all but ``size`` bytes."""
+        self._budget.give_back(self, self.size - size)
+
+
+class _ByteBudget:
+    """Bytes that requests share. They wait in order, and no owner has more than ``share``. For one event loop."""
+
+    def __init__(self, size: int, share: int) -> None:
+        self._free, self._share = size, share
+        self._held = Counter[Hashable]()
+        self._waiting: list[_Bytes] = []
 
     @asynccontextmanager
-    async def taken(self, size: int) -> AsyncIterator[None]:
+    async def taken(self, owner: Hashable, size: int) -> AsyncIterator[_Bytes]:
         """Take ``size`` bytes inside the context, once they are free."""
-        if self._waiting or self._free < size:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append((size, turn))
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if not turn.cancelled():
-                    self._give_back(size)
-                raise
-        else:
-            self._free -= size
+        taken = _Bytes(self, owner, size)
+        self._waiting.append(taken)
+        self._admit()
         try:
-            yield
+            await taken.turn
+            yield taken
         finally:
-            self._give_back(size)
+            if taken in self._waiting:
+                self._waiting.remove(taken)
+                self._admit()
+            else:
+                self.give_back(taken, taken.size)
 
-    def _give_back(self, size: int) -> None:
+    def give_back(self, taken: _Bytes, size: int) -> None:
+        """Give back a part of what was taken."""
+        taken.size -= size
         self._free += size
-        while self._waiting and (self._waiting[0][1].done() or self._free >= self._waiting[0][0]):
-            wanted, turn = self._waiting.popleft()
-            if not turn.done():
-                self._free -= wanted
-                turn.set_result(None)
+        self._held[taken.owner] -= size
+        if not self._held[taken.owner]:
+            del self._held[taken.owner]
+        self._admit()
+
+    def _admit(self) -> None:
+        for waiting in list(self._waiting):
+            if waiting.turn.done() or self._held[waiting.owner] + waiting.size > self._share:
+                continue  # Those of others need not wait for it.
+            if waiting.size > self._free:
+                return
+            self._waiting.remove(waiting)
+            self._free -= waiting.size
+            self._held[waiting.owner] += waiting.size
+            waiting.turn.set_result(None)
 
 
 def _json_body(call: Call, header: Header, choices: Sequence[Choice]) -> bytes:
@@ -458,6 +487,11 @@ def _on_http_error(request: Request, error: Exception) -> Response:
 def _on_unexpected(request: Request, error: Exception) -> Response:
     log.error("internal error", method=request.method, path=request.url.path[:100], exc_info=error)
     return JSONResponse(ProtocolError(500, "Internal error; see the log of the process.").body, 500)
+
+
+def _is_sent_again(status: int) -> bool:
+    """Return whether OpenAI's clients send a request again by themselves after an error with this status."""
+    return status in (408, 409, 429) or status >= 500
 
 
 def _digest(key: str) -> bytes:

@@ -122,12 +122,15 @@ class Branches:
         """Number of ids that the policy generated in all branches."""
         return sum(len(turn.token_ids) for branch in self._branches for _, turn in branch.turns)
 
-    def place(self, text: str) -> Placement:
-        """Return the place of a request by the text before its answer."""
+    def place(self, text: str, is_chat: bool = False) -> Placement:
+        """Return the place of a request by the text before its answer.
+
+        ``is_chat``: it is a rendered chat. Its template has written what the tokenizer adds at the beginning of other texts.
+        """
         data = text.encode(errors="surrogatepass")
         point = self._longest_point(data)
         if point is None:
-            ids = self._encode(text, True)
+            ids = self._encode(text, not is_chat)
             return Placement(None, ids, ids, 0)
         rest = point.closing + data[point.size :].decode(errors="surrogatepass")
         return self._continued(point.branch, point.tokens, self._encode(rest, False) if rest else _NO_IDS)

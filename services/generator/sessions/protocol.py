@@ -67,7 +67,7 @@ def unsupported(param: str, why: str) -> ProtocolError:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request, checked. ``digest``: 16 bytes, equal for requests that ask for the same, streamed or not.
+    """A request, checked. ``digest``: 16 bytes of the fields that have an effect, streamed or not.
 
     ``body``: as it was sent. ``max_tokens`` limits each choice; None leaves the limit to the run. ``logprobs``: report those of
     the sampled tokens. ``store``: the answer may be trained, if it is to a user.
@@ -128,6 +128,7 @@ def _default(value: Any) -> Any:
 
 Body = TypeVar("Body", bound="_Body")
 Flag = Annotated[bool, BeforeValidator(_default)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _Body(BaseModel):
@@ -165,7 +166,7 @@ class _ChatBody(_Body):
 
 
 class _CompletionBody(_Body):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: Flag = False
     suffix: str | None = None
@@ -251,7 +252,9 @@ def _read(kind: type[Body], body: bytes) -> tuple[Body, dict[str, Any], bytes]:
         if not isinstance(given, dict):
             raise ValueError(f"is of type {type(given).__name__}")
         fields = kind.model_validate(given)
-        same = {name: value for name, value in given.items() if name not in ("stream", "stream_options")}
+        # Fields without an effect, such as metadata and seed, may differ in a repetition.
+        names = kind.model_fields.keys() - {"stream", "stream_options"}
+        same = {name: value for name, value in given.items() if name in names}
         canonical = json.dumps([kind.__name__, same], sort_keys=True, separators=(",", ":"))
     except ValidationError as error:
         raise _explained(error, given) from None

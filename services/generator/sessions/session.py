@@ -86,10 +86,12 @@ def ended() -> ProtocolError:
 class Answer:
     """The answer to a request. ``choices`` are kept until they are delivered; ``Session.choices`` makes them again.
 
-    ``waiting``: number of connections that wait for it. ``begun``: its turns are being generated, or are.
+    ``key``: the Idempotency-Key of its request. ``waiting``: number of connections that wait for it. ``begun``: its turns are
+    being generated, or are.
     """
 
     digest: bytes
+    key: str | None = None
     task: asyncio.Task[None] | None = None
     waiting: int = 0
     begun: bool = False
@@ -144,6 +146,8 @@ class Session:
         self._is_over = False
         self.limit = ""
         """Code of the last error by a limit of the episode; "" for none."""
+        self.refused = 0
+        """Requests that got an error with which clients send them again, and that have not come again."""
         # Tokens of each turn that the agent got, by its index.
         self._delivered: dict[int, int] = {}
 
@@ -167,24 +171,29 @@ class Session:
             raise ended()
         found = self._earlier(call, is_retry, key)
         if found is None:
-            found = Answer(call.digest)
+            found = Answer(call.digest, key)
             found.task = asyncio.get_running_loop().create_task(self._complete(found, call))
             # Without a connection that waits for it, no one else takes note of its error.
             found.task.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._answers.setdefault(call.digest, []).append(found)
-        if key is not None:
-            self._answer_of_key[key] = found
+            if key is not None:
+                self._answer_of_key[key] = found
         found.waiting += 1
         return found
 
     def _earlier(self, call: Call, is_retry: bool, key: str | None) -> Answer | None:
-        if key is not None and (same := self._answer_of_key.get(key)) is not None:
-            if same.digest != call.digest:
+        if is_retry and self.refused:
+            # It may repeat a request without an answer.
+            self.refused -= 1
+            is_retry = False
+        if key is not None:
+            same = self._answer_of_key.get(key)
+            if same is not None and same.digest != call.digest:
                 raise invalid(
                     "Idempotency-Key: was given with another request; use a new one", code="idempotency_error"
                 )
             return same
-        earlier = self._answers.get(call.digest, [])
+        earlier = [answer for answer in self._answers.get(call.digest, []) if answer.key is None]
         lost = next((answer for answer in earlier if answer.is_lost), None)
         return lost if lost is not None or not (is_retry and earlier) else earlier[-1]
 
@@ -208,13 +217,13 @@ class Session:
         return Header(name, first.created, self.model)
 
     def set_delivered(self, answer: Answer, delivered: bool) -> None:
-        """Take note whether a connection got an answer."""
+        """Take note whether a connection got an answer. Another one may have got it before."""
+        if not delivered:
+            return
         for turn in answer.turns:
-            turn.delivered = delivered
-            if delivered:
-                self._delivered[turn.record.index] = len(turn.token_ids)
-        if delivered:
-            answer.choices = None
+            turn.delivered = True
+            self._delivered[turn.record.index] = len(turn.token_ids)
+        answer.choices = None
 
     async def deliver(self, answer: Answer, delivered: bool) -> None:
         """Take note whether a connection got an answer, before its end is sent."""
@@ -270,6 +279,8 @@ class Session:
         prompts = await self._on_thread(self._prompts, call)
         choices = list[Choice]()
         self._check_turns(len(prompts) * call.choices)
+        if len(prompts) * call.choices > 1:
+            await self._on_thread(self._check_branches, call, prompts)
         for prompt in prompts:
             for _ in range(call.choices):
                 if self._is_over:
@@ -278,10 +289,12 @@ class Session:
                 answer.turns.append(turn)
                 choices.append(choice)
         answer.choices = choices
+        # The agent has gone on after an earlier error.
+        self.limit = ""
 
     async def _turn(self, call: Call, number: int, prompt: str | IntArray) -> tuple[Turn, Choice]:
         """Return choice ``number`` of an answer, which is part of its branch from now on."""
-        placement = await self._on_thread(self._place, prompt)
+        placement = await self._on_thread(self._place, call, prompt)
         max_tokens = self._max_tokens(placement, call)
         digest = hashlib.blake2b(call.digest, digest_size=16)
         digest.update(number.to_bytes(4) + placement.prompt_ids.tobytes())
@@ -318,15 +331,21 @@ class Session:
                 f"it asks for {count} of {left} turns that are left (rollout.max_turns {self._limits.max_turns})",
             )
 
+    def _check_new_branches(self, count: int) -> None:
+        limit, left = self._limits.max_branches, self._limits.max_branches - len(self._branches)
+        if count > left:
+            problem = f"it begins {count} conversations, {max(0, left)} are left of the {limit}"
+            if count == 1:
+                problem = f"its messages continue none of the {limit} conversations"
+            raise self._limit_error(
+                "max_branches", f"{problem} that {self._whole} may have (environment.agent.max_branches)"
+            )
+
     def _max_tokens(self, placement: Placement, call: Call) -> int:
         """Return the number of tokens that a turn may have. Raises ProtocolError at a limit of the episode."""
         limits = self._limits
-        if placement.branch is None and len(self._branches) >= limits.max_branches:
-            raise self._limit_error(
-                "max_branches",
-                f"its messages continue none of the {limits.max_branches} conversations that {self._whole} may have "
-                "(environment.agent.max_branches)",
-            )
+        if placement.branch is None:
+            self._check_new_branches(1)
         room = min(
             limits.max_response_tokens - placement.response_tokens,
             limits.max_sequence_tokens - len(placement.prompt_ids),
@@ -366,13 +385,19 @@ class Session:
             for prompt in call.prompts
         ]
 
-    def _place(self, prompt: str | IntArray) -> Placement:
+    def _check_branches(self, call: Call, prompts: Sequence[str | IntArray]) -> None:
+        """Refuse a request for several answers before the first one is generated. Each begins a branch, or one continues one."""
+        continued = sum(self._place(call, prompt).branch is not None for prompt in prompts)
+        if new := len(prompts) * call.choices - continued:
+            self._check_new_branches(new)
+
+    def _place(self, call: Call, prompt: str | IntArray) -> Placement:
         if isinstance(prompt, str):
             most = self._limits.max_sequence_tokens * self._texts.longest_token
             if len(prompt) > most:
                 # It would take long to encode it.
                 raise self._context_error(f"its prompt has {len(prompt)} characters; expected at most {most}")
-            return self._branches.place(prompt)
+            return self._branches.place(prompt, isinstance(call, ChatCall))
         return self._branches.place_ids(prompt)
 
     def _record(self, call: Call, index: int, request: bytes, generated: Trajectory) -> RecordedTurn:

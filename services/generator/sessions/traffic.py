@@ -464,6 +464,7 @@ class TrafficSessions:
         session = self._new_session(info)
         if (known := self._loaded.get(info.id)) is not None:
             await known.settle()
+            session.refused = known.refused
         try:
             await session.repeat()
         except (ServiceUnavailable, BufferFailed) as error:
@@ -611,7 +612,7 @@ class _TrafficSession(_UserSession):
     async def deliver(self, answer: Answer, delivered: bool) -> None:
         number = self._numbers.get(answer)
         # An answer is recorded as not delivered first.
-        if number is not None and delivered != answer.delivered:
+        if number is not None and delivered and not answer.delivered:
             await self._on_thread(self._store.set_delivered, self.info.id, number, delivered)
         self.set_delivered(answer, delivered)
 

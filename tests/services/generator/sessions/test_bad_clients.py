@@ -17,6 +17,7 @@ import httpx2 as httpx
 import pytest
 
 from quartet.contract.agent import AgentResult, AgentRun
+from quartet.contract.trajectory import Outcome
 from quartet.services.generator.sessions import app, connections
 from quartet.services.generator.sessions.app import SessionServer
 from tests.services.generator.sessions.harness import Rig, Script, wait_until
@@ -177,6 +178,74 @@ def test_a_large_body_below_the_limit_is_an_error_of_the_context(agent_run: Agen
         timeout=60,
     )
     assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("prompt", [[2**63], [1, 2**31], [-1], [[1], [2**64]]])
+def test_token_ids_that_no_model_has_are_an_error_of_the_client(agent_run: AgentRun, prompt: list[Any]) -> None:
+    response = httpx.post(
+        f"{agent_run.base_url}/completions",
+        json={"model": agent_run.model, "prompt": prompt},
+        headers={"authorization": f"Bearer {agent_run.api_key}"},
+    )
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+    assert works(agent_run)
+
+
+def test_the_half_open_requests_of_one_agent_do_not_stop_the_others(scripted: Scripted, run: str) -> None:
+    rig, sent, done = scripted(lambda prompt: "fine"), threading.Event(), threading.Event()
+
+    def agent(start: AgentRun) -> AgentResult:
+        if start.session.split("/")[2] == "0":
+            with ExitStack() as stack:
+                for _ in range(33):
+                    connection = stack.enter_context(connect(rig.server))
+                    connection.sendall(head(start.api_key, app.MAX_BODY_BYTES) + b"{")
+                wait_until(lambda: max(rig.server._waiting.values(), default=0) == 33)
+                sent.set()
+                assert done.wait(20)
+            return AgentResult(0.0)
+        assert sent.wait(20)
+        try:
+            assert works(start)
+        finally:
+            done.set()
+        return AgentResult(1.0)
+
+    first, second = rig.play(rig.batch(run, episodes=2), agent)
+    assert {first.outcome, second.outcome} == {Outcome.OK, Outcome.ENVIRONMENT_ERROR}, "the first one got no answer"
+
+
+def test_a_small_body_of_unknown_size_takes_little_of_the_budget(
+    scripted: Scripted, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+
+    def script(prompt: str) -> str:
+        assert go.wait(20)
+        return "fine"
+
+    rig, statuses = scripted(script), list[int]()
+    rig.max_branches = 40
+
+    def agent(start: AgentRun) -> AgentResult:
+        body = json.dumps({"model": start.model, "messages": [{"role": "user", "content": "one"}]}).encode()
+
+        def post() -> None:
+            headers = {"authorization": f"Bearer {start.api_key}"}
+            url = f"{start.base_url}/chat/completions"
+            statuses.append(httpx.post(url, content=iter([body]), headers=headers, timeout=30).status_code)
+
+        threads = [threading.Thread(target=post) for _ in range(40)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: sum(rig.server._budget._held.values()) == 40 * len(body))
+        go.set()
+        for thread in threads:
+            thread.join()
+        return AgentResult(1.0)
+
+    rig.checked(rig.batch(run, max_turns=50), agent)
+    assert statuses == [200] * 40
 
 
 def test_half_open_requests_end_and_hold_no_budget(

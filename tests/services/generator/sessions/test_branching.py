@@ -63,6 +63,12 @@ def test_a_request_that_continues_the_conversation_keeps_the_generated_ids() -> 
     ]
 
 
+def test_a_chat_gets_no_further_first_token_because_its_template_has_written_it() -> None:
+    branches = Branches(encode)
+    assert branches.place("q>", is_chat=True).prompt_ids.tolist() == ids("q>")
+    assert branches.place("q>").prompt_ids.tolist() == [FIRST, *ids("q>")]
+
+
 def test_an_edited_conversation_begins_a_branch_with_its_whole_text() -> None:
     agent = Agent()
     agent.ask("q>", "a")

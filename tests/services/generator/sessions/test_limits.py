@@ -79,6 +79,36 @@ def test_a_limit_is_an_error_that_names_it_and_the_reason_of_the_end(
     assert sum(len(turn.token_ids) for turn in trajectory.turns) <= 9
 
 
+def test_answers_that_need_more_branches_than_are_left_are_refused_before_the_first(rig: Rig, run: str) -> None:
+    rig.max_branches = 2
+
+    def agent(start: AgentRun) -> AgentResult:
+        client = client_of(start)
+        with pytest.raises(openai.BadRequestError, match="it begins 3 conversations, 2 are left of the 2") as refused:
+            client.chat.completions.create(model=start.model, messages=[user("one")], n=3, max_tokens=2)
+        assert refused.value.code == "max_branches"
+        assert (
+            len(client.chat.completions.create(model=start.model, messages=[user("one")], n=2, max_tokens=2).choices)
+            == 2
+        )
+        return AgentResult(1.0)
+
+    rig.checked(rig.batch(run), agent)
+    assert rig.turns["generated"] == 2
+
+
+def test_an_agent_that_goes_on_after_a_limit_ends_normally(rig: Rig, run: str) -> None:
+    def agent(start: AgentRun) -> AgentResult:
+        client = client_of(start)
+        with pytest.raises(openai.BadRequestError, match="prompt has"):
+            client.chat.completions.create(model=start.model, messages=[user("one " * 4000)])
+        client.chat.completions.create(model=start.model, messages=[user("the summary")], max_tokens=2)
+        return AgentResult(1.0)
+
+    [trajectory] = rig.checked(rig.batch(run), agent)
+    assert trajectory.finish_reason is FinishReason.DONE
+
+
 def test_an_agent_that_fails_at_a_limit_is_a_failure_that_names_it(rig: Rig, run: str) -> None:
     def agent(start: AgentRun) -> AgentResult:
         client = client_of(start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from collections import Counter
@@ -20,6 +21,8 @@ from quartet.codec.trajectories import trajectory_to_bytes
 from quartet.contract.agent import AgentResult, AgentRun
 from quartet.contract.trajectory import FinishReason, Outcome, Trajectory
 from quartet.errors import AccessRefused, BufferFailed, Cancelled, FailedPrecondition
+from quartet.services.generator.sessions import app
+from quartet.services.generator.sessions.protocol import ChatCall, parse_chat
 from tests.services.generator.sessions.harness import Rig, Script, wait_until
 
 Scripted = Callable[[Script], Rig]
@@ -157,6 +160,104 @@ def test_an_idempotency_key_is_for_one_request(rig: Rig, run: str) -> None:
         return AgentResult(1.0)
 
     rig.checked(rig.batch(run), agent)
+
+
+def test_requests_with_other_idempotency_keys_get_answers_of_their_own(scripted: Scripted, run: str) -> None:
+    """Also a repetition whose first request got an error, and one after a lost answer."""
+    go = threading.Event()
+
+    def script(prompt: str) -> str:
+        assert go.wait(20)
+        return "fine"
+
+    rig = scripted(script)
+
+    def agent(start: AgentRun) -> AgentResult:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{start.base_url}/chat/completions",
+                json={"model": start.model, "messages": [user("one")]},
+                headers={"authorization": f"Bearer {start.api_key}", "idempotency-key": "lost"},
+                timeout=0.3,
+            )
+        wait_until(lambda: not rig.server._waiting)
+        go.set()
+        headers = ({"idempotency-key": "a"}, {"idempotency-key": "b", "x-stainless-retry-count": "1"}, {})
+        answers = [post(start, [user("one")], each).json()["id"] for each in (*headers, {"idempotency-key": "lost"})]
+        assert len({*answers}) == 4
+        assert post(start, [user("one")], headers[1]).json()["id"] == answers[1]
+        return AgentResult(1.0)
+
+    [result] = rig.checked(rig.batch(run), agent)
+    assert rig.turns["generated"] == len(result.turns) == 4
+
+
+def test_a_request_that_was_refused_is_new_when_the_client_repeats_it(
+    scripted: Scripted, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_WAITING", 3)
+    refused = threading.Event()
+
+    def script(prompt: str) -> str:
+        assert refused.wait(20)
+        return "fine"
+
+    rig, ids = scripted(script), list[str]()
+
+    def agent(start: AgentRun) -> AgentResult:
+        client = openai.OpenAI(base_url=start.base_url, api_key=start.api_key, max_retries=9)
+        threads = [
+            threading.Thread(
+                target=lambda: ids.append(client.chat.completions.create(model=start.model, messages=[user("one")]).id)
+            )
+            for _ in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: any(session.refused >= 3 for session in rig.server._sessions.values()))
+        refused.set()
+        for thread in threads:
+            thread.join()
+        return AgentResult(1.0)
+
+    rig.checked(rig.batch(run), agent)
+    assert len({*ids}) == 6
+
+
+def test_a_repetition_that_ends_early_does_not_take_back_an_answer(scripted: Scripted, run: str) -> None:
+    rig, ended = scripted(lambda prompt: "fine"), threading.Event()
+
+    def agent(start: AgentRun) -> AgentResult:
+        assert post(start, [user("one")], {"idempotency-key": "a"}).status_code == 200
+        [session] = rig.server._sessions.values()
+        answer = session.answer(call_of(start, "one"), False, "a")
+        session.set_delivered(answer, False)
+        session.release(answer)
+        ended.set()
+        return AgentResult(1.0)
+
+    [result] = rig.checked(rig.batch(run), agent)
+    assert ended.is_set()
+    assert len(result.turns) == 1
+
+
+def call_of(start: AgentRun, text: str) -> ChatCall:
+    return parse_chat(json.dumps({"model": start.model, "messages": [user(text)]}).encode())[1]
+
+
+def test_a_repetition_may_differ_in_fields_without_an_effect(rig: Rig, run: str) -> None:
+    attempts: list[AgentRun] = []
+
+    def agent(start: AgentRun) -> AgentResult:
+        attempts.append(start)
+        answer = post(start, [user("one")], metadata={"trace": str(len(attempts))}, seed=len(attempts))
+        assert answer.status_code == 200
+        assert len(attempts) == 2, "the first attempt fails"
+        return AgentResult(1.0)
+
+    rig.max_attempts = lambda outcome: 2
+    rig.play(rig.batch(run), agent)
+    assert rig.turns == {"generated": 1, "recorded": 1}
 
 
 def test_a_connection_that_ends_before_its_answer_leaves_it_to_the_next_request(scripted: Scripted, run: str) -> None:
