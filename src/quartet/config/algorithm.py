@@ -186,8 +186,9 @@ class AlgorithmConfig(Section):
     estimator."""
     branch_credit: Literal["every", "last"] = "every"
     """Branches of an episode that get its score, if it has several. every: each of them, at its end. last: the last one only, at
-    its end; an estimator with one advantage per response then leaves the others out of the policy loss. The rewards of turns
-    are at the ends of their turns in both cases. Episodes count once in baselines of groups."""
+    its end; an estimator with one advantage per response then leaves the others out of the policy loss. Not with estimators that
+    have an advantage per token and no critic, such as remax and reinforce_plus_plus. The rewards of turns are at the ends of
+    their turns in both cases. Episodes count once in baselines of groups."""
     whiten_rewards: bool = False
     """Scale token rewards to standard deviation 1 over the step, and keep their mean."""
     kl_coefficient: NonNegative = 0.05
@@ -276,6 +277,17 @@ class AlgorithmConfig(Section):
             )
         if not is_custom and self.custom_estimator is not None:
             raise ValueError(f"custom_estimator: estimator {self.estimator} is built in; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_branch_credit(self) -> AlgorithmConfig:
+        spec = self.estimator_spec
+        if self.branch_credit == "last" and spec.granularity == "token" and not spec.needs_critic:
+            raise ValueError(
+                f"branch_credit last: estimator {self.estimator} has an advantage per token and no critic, so it would compare "
+                "tokens of branches without the score with those that have it; leave branch_credit at every, or use an estimator "
+                "with one advantage per response, such as rloo or grpo, or with a critic, such as gae"
+            )
         return self
 
     @model_validator(mode="after")

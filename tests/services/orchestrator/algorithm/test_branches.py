@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
 from quartet.config.algorithm import AlgorithmConfig
+from quartet.config.estimators import BUILT_IN_ESTIMATORS
 from quartet.contract.trajectory import Branch, FinishReason, Segment, SegmentRole, Trajectory, TrajectoryId
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
@@ -157,9 +159,14 @@ def test_a_group_counts_episodes_and_not_branches(estimator: str) -> None:
     assert prepared.metrics["kl_mean"] == pytest.approx(kl.mean(), rel=1e-5)
 
 
-def test_with_credit_for_the_last_branch_a_group_estimator_trains_only_this_branch() -> None:
+WITHOUT_CRITIC = [name for name, spec in BUILT_IN_ESTIMATORS.items() if not spec.needs_critic]
+PER_RESPONSE = [name for name in WITHOUT_CRITIC if BUILT_IN_ESTIMATORS[name].granularity == "sequence"]
+
+
+@pytest.mark.parametrize("estimator", PER_RESPONSE)
+def test_with_credit_for_the_last_branch_an_advantage_per_response_trains_only_this_branch(estimator: str) -> None:
     items = episodes()
-    every, last = (prepare(items, estimator="grpo", branch_credit=credit) for credit in ("every", "last"))
+    every, last = (prepare(items, estimator=estimator, branch_credit=credit) for credit in ("every", "last"))
     expected = np.concatenate(
         [
             np.full(sum(turns), number == len(branches) - 1)
@@ -169,6 +176,22 @@ def test_with_credit_for_the_last_branch_a_group_estimator_trains_only_this_bran
     )
     assert own_of(last, "actor_mask").tolist() == expected.tolist()
     np.testing.assert_array_equal(last.experience.advantages, every.experience.advantages)
+
+
+@pytest.mark.parametrize("estimator", [name for name in WITHOUT_CRITIC if name not in PER_RESPONSE])
+def test_credit_for_the_last_branch_is_refused_for_tokens_without_a_critic(estimator: str) -> None:
+    """They compare the tokens of all branches with a baseline or a mean that has the score."""
+    with pytest.raises(ValueError, match=f"branch_credit last: estimator {estimator} .*leave branch_credit at every"):
+        AlgorithmConfig(estimator=estimator, branch_credit="last")
+
+
+@pytest.mark.parametrize("needs_critic", [True, False])
+@pytest.mark.parametrize("granularity", ["token", "sequence"])
+def test_credit_for_the_last_branch_fits_custom_estimators_by_their_needs(needs_critic: bool, granularity: str) -> None:
+    custom = {"needs_critic": needs_critic, "granularity": granularity}
+    is_refused = custom == {"needs_critic": False, "granularity": "token"}
+    with pytest.raises(ValueError, match=r"branch_credit last: .*my\.module:f") if is_refused else nullcontext():
+        AlgorithmConfig(estimator="my.module:f", custom_estimator=custom, branch_credit="last")
 
 
 def test_normalized_advantages_see_only_the_branches_that_are_trained() -> None:
