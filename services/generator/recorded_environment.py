@@ -79,6 +79,7 @@ class RecordedEnvironment:
         return Answer(self._recorded(id, 0, self._environment.reset(*start)))
 
     def _resume(self, id: TrajectoryId, record: EpisodeRecord, start: tuple[str, int, str, IntArray]) -> Answer:
+        assert self._records is not None
         record = EpisodeRecord(record.turns[: len(record.replies)], record.replies[: len(record.turns) + 1])
         turns, replies = record.turns, record.replies
         waits, last = len(turns) == len(replies), replies[-1]
@@ -86,7 +87,11 @@ class RecordedEnvironment:
             return Answer(last, record)  # The episode is over.
         answered = [turn.segment.token_ids for turn in turns[: len(replies) - 1]]
         reply = self._environment.resume(*start, answered, replies)
-        if waits and reply.outcome is Outcome.OK:
+        if reply.outcome is not Outcome.OK:
+            log.warning("episode cannot continue", id=str(id), turns=len(turns), cause=reply.detail)
+            # What it needs may be lost for good, so another attempt begins again.
+            self._records.forget([id])
+        elif waits:
             reply = self.step(id, start[0], turns[-1])
         return Answer(reply, record)
 

@@ -30,7 +30,8 @@ class Environment:
     observations and rewards: then an episode can be repeated after a failure, and a killed run ends with the same bits.
 
     An episode that loses its object to a failure is repeated in another one: reset, and every turn again. With ``snapshot`` and
-    ``restore`` it continues instead, so that no turn has its effects twice.
+    ``restore`` it continues instead, so that no turn has its effects twice. If ``restore`` fails, the episode begins again in
+    the next attempt.
     """
 
     keeps_special_tokens: ClassVar[bool] = False

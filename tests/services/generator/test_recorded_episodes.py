@@ -12,6 +12,7 @@ import pytest
 from quartet.buffer import turn_records
 from quartet.buffer.connection import Redis
 from quartet.buffer.turn_records import TurnRecords, TurnRecordStore
+from quartet.contract.arrays import IntArray
 from quartet.contract.generation import EpisodeSettings, GenerationBatch, GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import EnvironmentReply, Outcome, Trajectory, TrajectoryId
 from quartet.contract.turn_record import RecordedTurn
@@ -20,7 +21,7 @@ from quartet.engines.request_checks import check_response
 from quartet.errors import Cancelled, MismatchError
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
-from tests.services.generator.environments import EchoEnvironment, ForgetfulEnvironment, failure
+from tests.services.generator.environments import Call, EchoEnvironment, ForgetfulEnvironment, failure
 from tests.services.generator.test_episodes import STOPS, encoded, jitter
 from tests.unit.models import tiny
 
@@ -195,6 +196,48 @@ def test_a_failed_episode_continues_at_the_turn_that_failed(recorded: Recorded, 
     assert encoded(recorded.generate(environment, max_attempts=2)) == expected
     assert max(Counter(recorded.generated).values()) == 1
     assert len(environment.resumed) == (6 if failing_turn else 0)
+
+
+class LostEnvironment(EchoEnvironment):
+    """An environment that cannot continue an episode, as if its sandbox were gone. A new episode works."""
+
+    def resume(
+        self,
+        session: str,
+        seed: int,
+        fields: str,
+        token_ids: IntArray,
+        turns: Sequence[IntArray],
+        replies: Sequence[EnvironmentReply],
+    ) -> EnvironmentReply:
+        self.resumed.append(Call(session, len(turns), ()))
+        return failure()
+
+
+def test_an_episode_that_cannot_continue_begins_again_in_the_next_attempt(recorded: Recorded) -> None:
+    expected = recorded.expected(EchoEnvironment(turns=TURNS))
+
+    def fail(session: str, turn: int) -> EnvironmentReply | None:
+        return failure() if turn == 2 and session.count(".") == 1 else None
+
+    environment = LostEnvironment(turns=TURNS, fail=fail)
+    assert encoded(recorded.generate(environment, max_attempts=3)) == expected
+    # Once each, in the second attempt. The third one generates both recorded turns again, and its records count.
+    assert [call.session.rpartition(".")[2] for call in environment.resumed] == ["2"] * len(expected)
+    assert len(recorded.generated) == len(expected) * (TURNS + 2)
+    assert encoded(recorded.generate(LostEnvironment())) == expected
+
+
+def test_a_turn_that_fails_after_its_episode_continued_keeps_the_records(recorded: Recorded) -> None:
+    expected = recorded.expected(EchoEnvironment(turns=TURNS))
+
+    def fail(session: str, turn: int) -> EnvironmentReply | None:
+        return failure() if turn == 2 and not session.endswith(".3") else None
+
+    environment = EchoEnvironment(turns=TURNS, fail=fail)
+    assert encoded(recorded.generate(environment, max_attempts=3)) == expected
+    assert len(environment.resumed) == 2 * len(expected)
+    assert max(Counter(recorded.generated).values()) == 1
 
 
 def test_an_unusable_reply_is_not_used_again(recorded: Recorded) -> None:
