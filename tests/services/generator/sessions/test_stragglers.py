@@ -163,24 +163,27 @@ def test_greedy_episodes_neither_end_nor_end_others(scripted: Callable[[Script],
 def test_a_request_whose_turn_is_generated_is_answered_when_its_episode_is_left_out(
     scripted: Callable[[Script], Rig], run: str
 ) -> None:
-    asked, finished = threading.Event(), threading.Semaphore(0)
+    asked, answered, errors = threading.Event(), threading.Semaphore(0), []
 
     def script(prompt: str) -> str:
         if "slow" in prompt:
             asked.set()
-            for _ in range(KEPT):
-                finished.acquire(timeout=20)
+            # The turn ends only after its episode is left out.
+            wait_until(lambda: rig.agents is not None and rig.agents.cancelled == 1)
         return "one two three"
 
-    rig, errors = scripted(script), []
+    rig = scripted(script)
 
     def agent(start: AgentRun) -> AgentResult:
         if sample_of(start):
             result = dialogue(start, turns=1)
-            finished.release()
+            answered.release()
+            asked.wait(20)
             return result
         dialogue(start, turns=2)
-        # By its next turn it has used more than the others, which end while it is generated.
+        for _ in range(KEPT):
+            answered.acquire(timeout=20)
+        # It has used more than the others, which end while its next turn is generated.
         try:
             post(start, [user("slow")]).raise_for_status()
         except httpx.HTTPStatusError as error:
