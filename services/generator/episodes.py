@@ -36,6 +36,7 @@ from quartet.contract.turn_record import RecordedTurn
 from quartet.engines.engine import TurnSource
 from quartet.errors import Cancelled, FailedPrecondition, QuartetError
 from quartet.services.generator.recorded_environment import Answer, Environment, RecordedEnvironment, Superseded
+from quartet.services.generator.sessions.branching import shared_length
 from quartet.services.generator.stragglers import Stragglers
 
 log = structlog.get_logger()
@@ -97,12 +98,9 @@ class _Episode:
 
     def begin_branch(self, prompt: IntArray) -> None:
         """Begin a branch with this prompt, int32 [tokens], which may begin as the current branch does."""
-        before = self.token_ids
-        size = min(len(before), len(prompt))
-        different = np.flatnonzero(before[:size] != prompt[:size])
+        shared = shared_length(self.token_ids, prompt)
         self.ended = self.branches
-        self.segments = [Segment(SegmentRole.PROMPT, prompt)]
-        self.shared_tokens = int(different[0]) if len(different) else size
+        self.segments, self.shared_tokens = [Segment(SegmentRole.PROMPT, prompt)], shared
 
     def add(self, turn: RecordedTurn) -> None:
         """Add a turn of the policy."""
