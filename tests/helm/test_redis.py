@@ -22,7 +22,7 @@ from quartet.buffer.embedded_redis import EmbeddedRedis, find_server
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.lease import Lease
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.buffer.traffic import SessionRequest, SessionState, TrafficStore
+from quartet.buffer.traffic import SessionInfo, SessionRequest, SessionState, TrafficStore
 from quartet.buffer.turn_records import TurnRecordStore
 from quartet.contract.trajectory import TrajectoryId
 from quartet.errors import ConfigError, FailedPrecondition, LeadershipConflict, ServiceUnavailable
@@ -198,11 +198,11 @@ def _record_turns(store: TurnRecordStore, run: str) -> None:
 
 def _answer_users(store: TrafficStore, run: str) -> None:
     """Execute all operations on the sessions of users."""
-    for id in ("trained", "unusable", "deleted", "expired"):
-        assert store.open(id, "owner", 0.0 if id == "expired" else 60.0).state is SessionState.OPEN
-    assert store.new_number() == 5
-    assert store.count_open() == 4
-    assert store.append_turn("trained", turn(0))
+    store.remove_all()
+    for id in ("trained", "unusable", "deleted", "expired", "stale"):
+        session = SessionInfo(id, SessionState.OPEN, store.new_number(), "owner")
+        assert store.append_turn(session, turn(0), 0.0 if id == "expired" else 60.0, "period")
+    assert store.count_open() == 5
     assert len(store.load("trained")[1].turns) == 1
     for id in ("trained", "unusable", "deleted"):
         assert store.append_request(id, 0, SessionRequest("/v1/completions", b"{}"), 60.0)
@@ -211,15 +211,18 @@ def _answer_users(store: TrafficStore, run: str) -> None:
         assert store.give_reward(id, 1.0, "{}") is not None
         assert store.logged(id) == "{}"
     assert store.count_rewarded() == 3
+    store.end_lost_periods()
+    store.end_period("trained", "period", attested=True)
+    store.end_period("unusable", "period", attested=False)
     store.expire()
     store.delete("deleted")
     places = [TrajectoryId(run, 1, index, 0) for index in range(2)]
     assert [store.take(place) for place in places] == ["trained", "unusable"]
-    store.spoil("unusable")
     assert store.is_spoiled("unusable")
     store.drop(places[1], "unusable", SessionState.UNUSABLE)
     store.forget_before(2)
-    for id in ("trained", "unusable", "deleted", "expired"):
+    store.forget_all()
+    for id in ("trained", "unusable", "deleted", "expired", "stale"):
         info = store.info(id)
         assert info is not None
         assert str(info.state) == id
