@@ -40,7 +40,8 @@ from quartet.errors import (
 from quartet.services.generator.attestation import Attestation
 from quartet.services.generator.episodes import EnvironmentAccess, generate_episodes
 from quartet.services.generator.sessions.sessions import AgentAccess, generate_sessions
-from quartet.services.generator.sessions.traffic import ATTEST_SECONDS, TrafficSessions
+from quartet.services.generator.sessions.traffic import TrafficSessions
+from quartet.services.generator.sessions.traffic_turns import ATTEST_SECONDS
 from quartet.system.failpoints import failpoint
 from quartet.weight_transfer.receiver import PulledWeights
 from quartet.weight_transfer.tensors import WeightSet, combined_digest

@@ -20,7 +20,7 @@ from quartet.rpc.base_servicers import ModelServicer, WeightServicer, stream_gen
 from quartet.rpc.compute_thread import ComputeThread, remaining_time
 from quartet.rpc.limits import MAX_CALL_SECONDS
 from quartet.services.generator.generator import Generator
-from quartet.services.generator.sessions.traffic import MAX_SERVING_SECONDS
+from quartet.services.generator.sessions.traffic_turns import MAX_SERVING_SECONDS
 from quartet.v1 import generation_pb2, generation_pb2_grpc
 from quartet.weight_transfer.messages import WeightPeer
 from quartet.weight_transfer.receiver import WeightMirror

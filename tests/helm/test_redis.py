@@ -205,9 +205,8 @@ def _answer_users(store: TrafficStore, run: str) -> None:
     assert store.count_open() == 5
     assert len(store.load("trained")[1].turns) == 1
     for id in ("trained", "unusable", "deleted"):
-        assert store.append_request(id, 0, SessionRequest("/v1/completions", b"{}"), 60.0)
-        for delivered in (False, True):
-            store.set_delivered(id, 0, delivered)
+        assert store.append_request(id, 0, SessionRequest("/v1/completions", b"{}", delivered=False), 60.0)
+        store.set_delivered(id, 0)
         assert store.give_reward(id, 1.0, "{}") is not None
         assert store.logged(id) == "{}"
     assert store.count_rewarded() == 3

@@ -16,10 +16,10 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
 import uvicorn
@@ -31,6 +31,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quartet.errors import ConfigError
+from quartet.services.generator.sessions.bodies import MAX_BODIES_BYTES, Body, ByteBudget
 from quartet.services.generator.sessions.connections import SessionProtocol
 from quartet.services.generator.sessions.protocol import (
     CHAT_PATH,
@@ -48,17 +49,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-MAX_BODY_BYTES = 8 * 1024 * 1024
-"""Size of a request's body."""
-MAX_BODIES_BYTES = 32 * MAX_BODY_BYTES
-"""Size of all bodies whose requests are being answered. Further requests wait before they are read. One session, or one key of
-users, has a quarter of it."""
 MAX_WAITING = 64
 """Requests of one session at once. A further one gets a 429."""
-MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-"""Bytes of a refused body that are read and dropped, so that its client reads the error instead of a closed connection."""
-BODY_SECONDS, DISCARD_SECONDS = 60.0, 5.0
-"""Time limit for receiving a body, and for receiving a refused one."""
 MAX_CONNECTIONS, RESERVED_FILES = 4096, 256
 """Open connections, and the open files that a process needs besides. Beyond them, see ``connections``."""
 MAX_NEW_CONNECTIONS = RESERVED_FILES // 2
@@ -78,7 +70,7 @@ STOP_SECONDS = 5.0
 
 
 class SessionServer:
-    """Server for the sessions of one process. It starts at its creation. Thread-safe where not said otherwise.
+    """Server for the sessions of one process. Thread-safe where not said otherwise.
 
     ``loop`` is its event loop, and ``threads`` are for work that takes long.
     """
@@ -86,11 +78,11 @@ class SessionServer:
     def __init__(self, listen: str, certificate: tuple[Path, Path] | None = None) -> None:
         """Listen at HOST:PORT; port 0 selects a free one. ``certificate``: files of a certificate and its key, for TLS.
 
-        Raises ConfigError if the address cannot be used.
+        Clients wait until ``start``. Raises ConfigError if the address cannot be used.
         """
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
-        self._budget = _ByteBudget(MAX_BODIES_BYTES, MAX_BODIES_BYTES // 4)
+        self._budget = ByteBudget(MAX_BODIES_BYTES, MAX_BODIES_BYTES // 4)
         self._tasks = set[asyncio.Task[None]]()
         self._waiting: dict[Hashable, int] = {}
         self.responses: Counter[str] = Counter()
@@ -104,6 +96,10 @@ class SessionServer:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._server = uvicorn.Server(_server_config(_counted(self._app(), self.responses), certificate))
         self._thread = threading.Thread(target=self._serve, name="sessions", daemon=True)
+
+    def start(self, users: TrafficSessions | None = None) -> None:
+        """Answer requests: those with the keys of ``users``, or of agents without them."""
+        self._users = users
         self._thread.start()
 
     def register(self, key: str, session: Session) -> None:
@@ -117,10 +113,6 @@ class SessionServer:
             self._ended[digest] = None
             if len(self._ended) > MAX_ENDED_KEYS:
                 self._ended.popitem(last=False)
-
-    def admit_users(self, users: TrafficSessions) -> None:
-        """Admit requests with the keys of users, and none with those of agents."""
-        self._users = users
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine to its end. Call it on the event loop."""
@@ -170,15 +162,15 @@ class SessionServer:
         return JSONResponse(model_of(model, self._created))
 
     async def _complete(self, request: Request, parse: Callable[[bytes], tuple[str, Call]]) -> Response:
-        body = _Body(request)
+        body = Body(request)
         try:
-            name, owner, admitted, find = self._sender(request)
-            async with self._admitted(admitted), self._budget.taken(owner, body.size()) as taken:
+            sender = self._sender(request)
+            async with self._admitted(sender.session), self._budget.taken(sender.owner, body.size()) as taken:
                 data = await body.read()
                 taken.reduce(len(data))
                 model, call = await self.loop.run_in_executor(self.threads, parse, data)
-                self._check_model(model, name)
-                return await self._answer(request, await find(call), call)
+                self._check_model(model, sender.model)
+                return await self._answer(request, await sender.find(call), call)
         except ProtocolError:
             await body.discard()
             raise
@@ -218,7 +210,7 @@ class SessionServer:
 
     async def _reward(self, request: Request) -> Response:
         """Give a session of a user its reward."""
-        body = _Body(request)
+        body = Body(request)
         try:
             users, user = self._user(request)
             async with self._budget.taken(user, body.size()):
@@ -238,20 +230,17 @@ class SessionServer:
 
     def _model_name(self, request: Request) -> str:
         """Return the name of the policy for the sender of a request. Raises ProtocolError."""
-        return self._sender(request)[0]
+        return self._sender(request).model
 
-    def _sender(self, request: Request) -> tuple[str, Hashable, Hashable, Callable[[Call], Awaitable[Session]]]:
-        """Return the name of the policy for a request, what its memory and what its limit of waiting requests count by.
-
-        And a function that returns the session of the request. Raises ProtocolError for a wrong key.
-        """
+    def _sender(self, request: Request) -> _Sender:
+        """Return the sender of a request for an answer. Raises ProtocolError for a wrong key."""
         if self._users is None:
             session = self._session(request)
 
             async def same(_: Call) -> Session:
                 return session
 
-            return session.model, session, session, same
+            return _Sender(session.model, session, session, same)
         users, user, ids = self._users, self._users.user(self._key_of(request)), request.headers.getlist("x-session-id")
         given = next(iter(ids), None)
 
@@ -259,7 +248,7 @@ class SessionServer:
             return await users.session(user, ids, call)
 
         # A session has one turn at a time. Requests without an id have sessions of their own.
-        return users.model, user, (user, given) if given else object(), found
+        return _Sender(users.model, user, (user, given) if given else object(), found)
 
     def _session(self, request: Request) -> Session:
         """Return the session of an agent by the key of a request. Raises ProtocolError."""
@@ -283,7 +272,7 @@ class SessionServer:
             source = (
                 "an agent gets the key of its session from Quartet"
                 if self._users is None
-                else "whoever runs this deployment gives out its keys"
+                else "ask the operator of this deployment for one"
             )
             raise ProtocolError(401, f"No API key. Send 'Authorization: Bearer KEY'; {source}.", "invalid_api_key")
         return key.strip()
@@ -315,6 +304,18 @@ class SessionServer:
                 del self._waiting[sender]
 
 
+class _Sender(NamedTuple):
+    """The sender of a request. ``model``: the name of the policy for it. ``find`` returns the session of its request.
+
+    ``owner`` is what bodies in memory are counted by, ``session`` what waiting requests are.
+    """
+
+    model: str
+    owner: Hashable
+    session: Hashable
+    find: Callable[[Call], Awaitable[Session]]
+
+
 class _Delivery(Response):
     """A complete answer on its way to a client. It counts as delivered unless the connection ends before its last part.
 
@@ -344,124 +345,17 @@ class _Delivery(Response):
                     await send({"type": "http.response.body", "body": held.popleft(), "more_body": True})
             # An empty part, to wait until the client has read most of what is before it.
             await send({"type": "http.response.body", "body": b"", "more_body": True})
-            await self._session.deliver(self._answer, not await request.is_disconnected())
+            if not await request.is_disconnected():
+                await self._session.deliver(self._answer)
             await send({"type": "http.response.body", "body": b"".join(held), "more_body": False})
         finally:
             self._session.release(self._answer)
-
-
-class _Body:
-    """The body of a request, whose size is limited."""
-
-    def __init__(self, request: Request) -> None:
-        self._request, self._is_received = request, False
-
-    def size(self) -> int:
-        """Return the size of the body, or the limit if it is not declared. Raises ProtocolError above the limit."""
-        length = self._request.headers.get("content-length")
-        size = int(length) if length is not None and length.isdecimal() else MAX_BODY_BYTES
-        if size > MAX_BODY_BYTES:
-            raise _too_large()
-        return size
-
-    async def read(self) -> bytes:
-        """Return the body. Raises ProtocolError if it is too large or too slow, ClientDisconnect."""
-        parts, size = list[bytes](), 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for part in self._parts():
-                    size += len(part)
-                    if size > MAX_BODY_BYTES:
-                        raise _too_large()
-                    parts.append(part)
-        except TimeoutError:
-            raise ProtocolError(408, f"The body did not arrive within {BODY_SECONDS:.0f} s.", "timeout") from None
-        return b"".join(parts)
-
-    async def discard(self) -> None:
-        """Drop the rest of a refused body: a client that still sends would not read the error."""
-        size = 0
-        with suppress(TimeoutError, ClientDisconnect):
-            async with asyncio.timeout(DISCARD_SECONDS):
-                async for part in self._parts():
-                    size += len(part)
-                    if size > MAX_DISCARDED_BYTES:
-                        return
-
-    async def _parts(self) -> AsyncIterator[bytes]:
-        while not self._is_received:
-            message = await self._request.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            self._is_received = not message.get("more_body", False)
-            yield message.get("body", b"")
-
-
-class _Bytes:
-    """Bytes that a request has taken from a budget."""
-
-    def __init__(self, budget: _ByteBudget, owner: Hashable, size: int) -> None:
-        self._budget, self.owner, self.size = budget, owner, size
-        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def reduce(self, size: int) -> None:
-        """Give back all but ``size`` bytes."""
-        self._budget.give_back(self, self.size - size)
-
-
-class _ByteBudget:
-    """Bytes that requests share. They wait in order, and no owner has more than ``share``. For one event loop."""
-
-    def __init__(self, size: int, share: int) -> None:
-        self._free, self._share = size, share
-        self._held = Counter[Hashable]()
-        self._waiting: list[_Bytes] = []
-
-    @asynccontextmanager
-    async def taken(self, owner: Hashable, size: int) -> AsyncIterator[_Bytes]:
-        """Take ``size`` bytes inside the context, once they are free."""
-        taken = _Bytes(self, owner, size)
-        self._waiting.append(taken)
-        self._admit()
-        try:
-            await taken.turn
-            yield taken
-        finally:
-            if taken in self._waiting:
-                self._waiting.remove(taken)
-                self._admit()
-            else:
-                self.give_back(taken, taken.size)
-
-    def give_back(self, taken: _Bytes, size: int) -> None:
-        """Give back a part of what was taken."""
-        taken.size -= size
-        self._free += size
-        self._held[taken.owner] -= size
-        if not self._held[taken.owner]:
-            del self._held[taken.owner]
-        self._admit()
-
-    def _admit(self) -> None:
-        for waiting in list(self._waiting):
-            if waiting.turn.done() or self._held[waiting.owner] + waiting.size > self._share:
-                continue  # Those of others need not wait for it.
-            if waiting.size > self._free:
-                return
-            self._waiting.remove(waiting)
-            self._free -= waiting.size
-            self._held[waiting.owner] += waiting.size
-            waiting.turn.set_result(None)
 
 
 def _json_body(call: Call, header: Header, choices: Sequence[Choice]) -> bytes:
     return json.dumps(body_of(call, header, choices), ensure_ascii=False, separators=(",", ":")).encode(
         errors="replace"
     )
-
-
-def _too_large() -> ProtocolError:
-    return ProtocolError(413, f"The body is larger than {MAX_BODY_BYTES} bytes; send less.", "request_too_large")
 
 
 async def _disconnected(request: Request) -> None:

@@ -52,6 +52,7 @@ def agent_access(
         credentials,
         needs_reward=not config.has_reward,
     )
+    server.start()
     return AgentAccess(
         server,
         client,
@@ -136,7 +137,7 @@ def _texts(config: Config, model: ServedModel) -> PolicyTexts:
 
 
 def _server(config: Config, credentials: Credentials) -> SessionServer:
-    """Start the server of sessions. Raises ConfigError."""
+    """Return the server of sessions, which only listens. Raises ConfigError."""
     # Loads the HTTP server, which other runs do not need.
     from quartet.services.generator.sessions.app import SessionServer
 

@@ -216,18 +216,16 @@ class Session:
         name = hashlib.blake2b(f"{self.id}/{first.index}".encode(), digest_size=12).hexdigest()
         return Header(name, first.created, self.model)
 
-    def set_delivered(self, answer: Answer, delivered: bool) -> None:
-        """Take note whether a connection got an answer. Another one may have got it before."""
-        if not delivered:
-            return
+    def set_delivered(self, answer: Answer) -> None:
+        """Take note that a connection got an answer."""
         for turn in answer.turns:
             turn.delivered = True
             self._delivered[turn.record.index] = len(turn.token_ids)
         answer.choices = None
 
-    async def deliver(self, answer: Answer, delivered: bool) -> None:
-        """Take note whether a connection got an answer, before its end is sent."""
-        self.set_delivered(answer, delivered)
+    async def deliver(self, answer: Answer) -> None:
+        """Take note that a connection gets an answer, before its end is sent."""
+        self.set_delivered(answer)
 
     @property
     def consumed(self) -> tuple[int, int]:
@@ -279,7 +277,7 @@ class Session:
         prompts = await self._on_thread(self._prompts, call)
         choices = list[Choice]()
         self._check_turns(len(prompts) * call.choices)
-        if len(prompts) * call.choices > 1:
+        if self._limits.max_branches - len(self._branches) < len(prompts) * call.choices > 1:
             await self._on_thread(self._check_branches, call, prompts)
         for prompt in prompts:
             for _ in range(call.choices):
@@ -320,8 +318,8 @@ class Session:
         earlier = self._answers.get(answer.digest, [])
         if answer in earlier:
             earlier.remove(answer)
-        for key in [key for key, other in self._answer_of_key.items() if other is answer]:
-            del self._answer_of_key[key]
+        if answer.key is not None:
+            self._answer_of_key.pop(answer.key, None)
 
     def _check_turns(self, count: int) -> None:
         left = self._limits.max_turns - self._turns

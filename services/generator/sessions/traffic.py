@@ -11,14 +11,13 @@ import asyncio
 import hashlib
 import hmac
 import json
-import queue
 import threading
 import time
 import uuid
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +30,10 @@ from pydantic_core import from_json
 
 from quartet.buffer.traffic import (
     SessionInfo,
-    SessionRequest,
     SessionState,
     TrafficStore,
     digest_of,
     logged_of,
-    new_period,
-    packed,
 )
 from quartet.config.agent import AgentConfig
 from quartet.config.section import MAX_SETTING
@@ -45,19 +41,22 @@ from quartet.config.traffic import TrafficConfig
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.logged_values import cleaned
 from quartet.contract.trajectory import Trajectory, TrajectoryId
-from quartet.contract.turn_record import EpisodeRecord, RecordedTurn
-from quartet.errors import BufferFailed, FailedPrecondition, QuartetError, ServiceUnavailable
+from quartet.errors import BufferFailed, QuartetError, ServiceUnavailable
 from quartet.services.generator.sessions.protocol import (
-    CHAT_PATH,
     Call,
     ProtocolError,
     invalid,
-    parse_chat,
-    parse_completion,
 )
-from quartet.services.generator.sessions.responses import Header
-from quartet.services.generator.sessions.session import Answer, Session, SessionLimits
+from quartet.services.generator.sessions.session import Session, SessionLimits
 from quartet.services.generator.sessions.texts import PolicyTexts
+from quartet.services.generator.sessions.traffic_session import (
+    NoRecords,
+    RecordedSession,
+    SessionRecords,
+    UserSession,
+    unavailable,
+)
+from quartet.services.generator.sessions.traffic_turns import Answered, Period, TrafficTurns
 
 if TYPE_CHECKING:  # The HTTP server is loaded only for a run with requests of agents or users.
     from quartet.services.generator.sessions.app import SessionServer
@@ -66,14 +65,8 @@ log = structlog.get_logger()
 
 MAX_LOADED = 1000
 """Sessions in memory. Those that were used last stay."""
-MAX_SESSION_BYTES = 4 * 1024 * 1024
-"""Size of the stored requests of a session, compressed, after which it takes no further one."""
 MAX_ID_CHARACTERS = 128
 """Length of the id of a session."""
-IDLE_SECONDS, MAX_SERVING_SECONDS = 0.5, 60.0
-"""Time without a request after which a serving ends, and time after which it takes no more."""
-ATTEST_SECONDS = 1.0
-"""Time after which a serving reads the weights back, as soon as a turn is complete."""
 TAKE_SECONDS = 60.0
 """Longest wait until a trajectory is built from its session."""
 
@@ -91,119 +84,6 @@ class User:
 
     access: Access
     owner: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A turn that a session waits for."""
-
-    request: GenerationRequest
-    future: asyncio.Future[Answered]
-
-
-@dataclass(slots=True, eq=False)
-class Period:
-    """The time between two looks at the weights of an engine. A turn belongs to the period in which it was completed.
-
-    ``sessions``: those that have recorded such a turn and do not know the outcome. ``is_attested``: whether the weights were
-    those of their digest; None before the end.
-    """
-
-    name: str = field(default_factory=new_period)
-    sessions: set[str] = field(default_factory=set)
-    is_attested: bool | None = None
-
-
-Answered = tuple[Trajectory, Period]
-"""A turn and its period."""
-
-
-class TrafficTurns:
-    """Turns that users wait for, as a source for an engine. See ``TurnSource``. Thread-safe."""
-
-    def __init__(self) -> None:
-        self.period = Period()
-        """The present period, for the thread of the engine."""
-        self._queue: queue.SimpleQueue[GenerationRequest] = queue.SimpleQueue()
-        self._waiting: dict[TrajectoryId, _Waiting] = {}
-        self._lock = threading.Lock()
-        self._closed: QuartetError | None = None
-        self._first: GenerationRequest | None = None
-        self._stops: Callable[[], bool] = lambda: False
-        self._idle_since = 0.0
-
-    def put(self, request: GenerationRequest) -> asyncio.Future[Answered]:
-        """Ask for a turn of a session. Call it on the event loop of the result."""
-        future = asyncio.get_running_loop().create_future()
-        with self._lock:
-            if self._closed is not None:
-                future.set_exception(self._closed)
-                return future
-            self._waiting[request.id] = _Waiting(request, future)
-            self._queue.put(request)
-        return future
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for a turn that no engine generates yet. Return whether there is one. For the thread that starts engines."""
-        if self._first is None:
-            with suppress(queue.Empty):
-                self._first = self._queue.get(timeout=seconds)
-        return self._first is not None
-
-    def begin(self, stops: Callable[[], bool]) -> None:
-        """Begin to serve, until no turn has come for a while, or until ``stops``. Turns that have begun are finished."""
-        self._stops, self._idle_since = stops, time.monotonic()
-
-    @property
-    def open(self) -> bool:
-        if self._stops():
-            return False
-        return self._first is not None or not self._queue.empty() or time.monotonic() < self._idle_since + IDLE_SECONDS
-
-    def take(self, wait: bool) -> list[GenerationRequest]:
-        if self._stops():
-            return []
-        first, self._first = self._first, None
-        requests = [] if first is None else [first]
-        with suppress(queue.Empty):
-            if wait and first is None:
-                requests.append(self._queue.get(timeout=IDLE_SECONDS / 5))
-            while True:
-                requests.append(self._queue.get_nowait())
-        if requests:
-            self._idle_since = time.monotonic()
-        return requests
-
-    def request_of(self, id: TrajectoryId) -> GenerationRequest:
-        return self._waiting[id].request
-
-    def finish(self, turn: Trajectory) -> None:
-        """Give a turn to its session."""
-        self._idle_since = time.monotonic()
-        waiting = self._waiting.pop(turn.id)
-        waiting.future.get_loop().call_soon_threadsafe(_set_result, waiting.future, (turn, self.period))
-
-    def end_period(self, attested: bool) -> Period:
-        """End the present period, and return it."""
-        ended, self.period = self.period, Period()
-        ended.is_attested = attested
-        return ended
-
-    def close(self, error: QuartetError) -> None:
-        """Give an error to all sessions that wait for a turn, and to those that ask for one from now on."""
-        self._closed = error
-        self.fail(error)
-
-    def fail(self, error: QuartetError) -> None:
-        """Give an error to all sessions that wait for a turn."""
-        with self._lock:
-            self._first = None
-            with suppress(queue.Empty):
-                while True:
-                    self._queue.get_nowait()
-            failed, self._waiting = [*self._waiting.values()], {}
-        for each in failed:
-            each.future.get_loop().call_soon_threadsafe(_set_error, each.future, error)
 
 
 class TrafficSessions:
@@ -237,14 +117,14 @@ class TrafficSessions:
         self._max_age, self._max_concurrent, self.max_wait = max_age, max_concurrent, max_wait
         self._limiter = MovingWindowRateLimiter(MemoryStorage())
         self._rate = RateLimitItemPerMinute(config.requests_per_minute)
-        self._loaded: OrderedDict[str, _TrafficSession] = OrderedDict()
-        self._loading: dict[str, asyncio.Task[_TrafficSession]] = {}
+        self._loaded: OrderedDict[str, RecordedSession] = OrderedDict()
+        self._loading: dict[str, asyncio.Task[RecordedSession]] = {}
         self.turns = TrafficTurns()
-        # Periods that have ended, of which sessions have to be told.
+        # Periods that have ended, whose outcome is not recorded in all their sessions.
         self._ended: deque[Period] = deque()
-        self._telling = threading.Lock()
+        self._recording = threading.Lock()
         self.counts: Counter[str] = Counter()
-        server.admit_users(self)
+        server.start(self)
 
     @property
     def model(self) -> str:
@@ -257,7 +137,7 @@ class TrafficSessions:
 
     def close(self) -> None:
         """End the server."""
-        self.tell_sessions()
+        self.record_outcomes()
         self._server.close()
 
     def user(self, key: str) -> User:
@@ -371,27 +251,30 @@ class TrafficSessions:
 
     def expire(self) -> None:
         """End the sessions whose time is over, and those that nothing will attest."""
-        self.tell_sessions()
+        self.record_outcomes()
         self._store.expire()
         self._store.end_lost_periods()
 
     def end_period(self, attested: bool) -> None:
         """End the present period: its sessions can be trained if its weights were attested. For the thread of the engine."""
-        self._tell_later(self.turns.end_period(attested))
+        self._queue_outcome(self.turns.end_period(attested))
 
-    def tell_sessions(self) -> None:
-        """Tell the sessions of ended periods the outcome. What Redis does not take now is told later. Any thread may call it."""
-        while self._ended and self._telling.acquire(blocking=False):
+    def record_outcomes(self) -> None:
+        """Record in sessions whether their ended periods were attested. After an error of Redis, a later call repeats it.
+
+        Any thread may call it.
+        """
+        while self._ended and self._recording.acquire(blocking=False):
             try:
-                self._tell(self._ended[0])
+                self._record_outcome(self._ended[0])
                 self._ended.popleft()
             except QuartetError as error:
                 log.warning("outcome of an attestation not recorded yet", error=str(error))
                 return
             finally:
-                self._telling.release()
+                self._recording.release()
 
-    def _tell(self, period: Period) -> None:
+    def _record_outcome(self, period: Period) -> None:
         for id in [*period.sessions]:
             self._store.end_period(id, period.name, period.is_attested is True)
             period.sessions.discard(id)
@@ -409,12 +292,12 @@ class TrafficSessions:
         """Take note that a session has recorded a turn. Its period may have ended since the turn was complete."""
         period.sessions.add(session)
         if period.is_attested is not None:
-            self._tell_later(period)
+            self._queue_outcome(period)
 
-    def _tell_later(self, period: Period) -> None:
+    def _queue_outcome(self, period: Period) -> None:
         self._ended.append(period)
         with suppress(RuntimeError):  # The process ends, see ``close``.
-            self._server.threads.submit(self.tell_sessions)
+            self._server.threads.submit(self.record_outcomes)
 
     def longest_requests(self) -> list[GenerationRequest]:
         """Return requests with the longest possible prompts, by which an engine sizes its buffers."""
@@ -445,7 +328,7 @@ class TrafficSessions:
         logged = logged_of(await run(self._server.threads, self._store.logged, id))
         return None if trajectory is None else replace(trajectory, logged={**logged, "session": id})
 
-    async def _loaded_session(self, info: SessionInfo) -> _TrafficSession:
+    async def _loaded_session(self, info: SessionInfo) -> RecordedSession:
         known = self._loaded.get(info.id)
         # While it answers, it may be ahead of what was read. Otherwise another process has continued the session.
         is_current = known is not None and (known.num_requests >= info.requests or known.is_answering)
@@ -460,7 +343,7 @@ class TrafficSessions:
             task.add_done_callback(lambda _: self._loading.pop(info.id, None))
         return await asyncio.shield(task)
 
-    async def _load(self, info: SessionInfo) -> _TrafficSession:
+    async def _load(self, info: SessionInfo) -> RecordedSession:
         session = self._new_session(info)
         if (known := self._loaded.get(info.id)) is not None:
             await known.settle()
@@ -469,7 +352,7 @@ class TrafficSessions:
             await session.repeat()
         except (ServiceUnavailable, BufferFailed) as error:
             log.error("the buffer failed", error=str(error))
-            raise _unavailable() from error
+            raise unavailable() from error
         except QuartetError as error:
             log.error("session cannot be continued", session=info.id, error=str(error))
             raise ProtocolError(
@@ -486,14 +369,14 @@ class TrafficSessions:
         if (session := self._loaded.pop(id, None)) is not None:
             session.refuse()
 
-    def _new_session(self, info: SessionInfo) -> _TrafficSession:
-        records = _SessionRecords(self, self._store, info, self._config.session_seconds)
-        return _TrafficSession(info, self, records, self._store, self._config.session_seconds)
+    def _new_session(self, info: SessionInfo) -> RecordedSession:
+        records = SessionRecords(self, self._store, info, self._config.session_seconds)
+        return RecordedSession(info, self, records, self._store, self._config.session_seconds)
 
     async def _without_record(self, shown: str) -> Session:
         """Return a session for one request that is not trained."""
         number = await self._on_thread(self._store.new_number)
-        return _UserSession(SessionInfo(shown, SessionState.OPEN, number), self, _NoRecords())
+        return UserSession(SessionInfo(shown, SessionState.OPEN, number), self, NoRecords())
 
     def session_arguments(self, number: int) -> dict[str, Any]:
         """Return what every session is created with. ``number`` names its random streams, which no trajectory of a step has."""
@@ -521,207 +404,11 @@ class TrafficSessions:
             return await asyncio.get_running_loop().run_in_executor(self._server.threads, work, *arguments)
         except QuartetError as error:
             log.error("the buffer failed", error=str(error))
-            raise _unavailable() from error
+            raise unavailable() from error
 
     def _check_operator(self, user: User, what: str) -> None:
         if user.access is not Access.OPERATOR:
             raise ProtocolError(403, f"Only the key of an operator {what}.", "permission_denied")
-
-
-class _UserSession(Session):
-    """Requests of one session of a user."""
-
-    _whole = "a session"
-
-    def __init__(self, info: SessionInfo, traffic: TrafficSessions, records: _SessionRecords | _NoRecords) -> None:
-        super().__init__(
-            **traffic.session_arguments(info.number),
-            records=records,
-            generate=self._ask,
-            on_failure=lambda error: log.error("answer failed", session=info.id, error=str(error)),
-        )
-        self.info, self._traffic, self._user_records = info, traffic, records
-
-    async def _ask(self, request: GenerationRequest) -> Trajectory:
-        """Ask for a turn."""
-        turn, self._user_records.period = await self._traffic.generate(request)
-        return turn
-
-    def header(self, answer: Answer) -> Header:
-        return replace(super().header(answer), session=self.info.id)
-
-    def _failed(self) -> ProtocolError:
-        return _unavailable()
-
-    def _over(self) -> ProtocolError:
-        return ProtocolError(
-            409,
-            f"Session {self.info.id}: has ended while this request waited; begin another one.",
-            "session_ended",
-            "X-Session-Id",
-        )
-
-
-class _TrafficSession(_UserSession):
-    """A session that is recorded. ``num_requests``: those with an answer."""
-
-    def __init__(
-        self,
-        info: SessionInfo,
-        traffic: TrafficSessions,
-        records: _SessionRecords,
-        store: TrafficStore,
-        seconds: float,
-    ) -> None:
-        super().__init__(info, traffic, records)
-        self._store, self._seconds = store, seconds
-        self._numbers: dict[Answer, int] = {}
-        self.num_requests = 0
-        self._stored_bytes = 0
-        self.is_outdated = self._is_repeating = False
-
-    @property
-    def is_busy(self) -> bool:
-        """True while a client waits for an answer."""
-        waits = any(answer.waiting for answers in self._answers.values() for answer in answers)
-        return waits or self.is_answering
-
-    async def repeat(self) -> None:
-        """Repeat the recorded requests, which the recorded turns answer. Raises FailedPrecondition if one has none."""
-        requests, record = await self._on_thread(self._store.load, self.info.id)
-        self._is_repeating = True
-        for number, request in enumerate(requests):
-            self._stored_bytes += await self._on_thread(lambda request=request: len(packed(request)))
-            parse = parse_chat if request.path == CHAT_PATH else parse_completion
-            _, call = await self._on_thread(parse, request.body)
-            self.use_records(EpisodeRecord(tuple(record.turns[index] for index in request.turns)))
-            answer = self.answer(call, False, request.key or None)
-            try:
-                assert answer.task is not None
-                await answer.task
-            except ProtocolError as error:
-                raise FailedPrecondition(f"request {number} is refused now: {error}") from None
-            self.set_delivered(answer, request.delivered)
-            self.release(answer)
-        # Turns of requests whose answers could not be recorded. An equal request gets them.
-        used = {index for request in requests for index in request.turns}
-        self.use_records(EpisodeRecord(tuple(turn for turn in record.turns if turn.index not in used)))
-        self._next_index = len(record.turns)
-        self._is_repeating = False
-
-    async def deliver(self, answer: Answer, delivered: bool) -> None:
-        number = self._numbers.get(answer)
-        # An answer is recorded as not delivered first.
-        if number is not None and delivered and not answer.delivered:
-            await self._on_thread(self._store.set_delivered, self.info.id, number, delivered)
-        self.set_delivered(answer, delivered)
-
-    async def settle(self) -> None:
-        """Take no further requests, and wait for the one that is answered."""
-        self.is_outdated = True
-        async with self._lock:
-            pass
-
-    @property
-    def is_answering(self) -> bool:
-        """True while a request is answered."""
-        return self._lock.locked()
-
-    def _failed(self) -> ProtocolError:
-        # What is recorded is not known.
-        self.is_outdated = True
-        return super()._failed()
-
-    async def _complete_choices(self, answer: Answer, call: Call) -> None:
-        if self.is_outdated:
-            raise self._outdated()
-        if self._stored_bytes > MAX_SESSION_BYTES and not self._is_repeating:
-            raise invalid(
-                f"Session {self.info.id}: its requests have more than {MAX_SESSION_BYTES} bytes; begin another one.",
-                code="session_too_large",
-            )
-        await super()._complete_choices(answer, call)
-        number = self.num_requests
-        if not self._is_repeating:
-            turns = tuple(turn.record.index for turn in answer.turns)
-            key = next((key for key, other in self._answer_of_key.items() if other is answer), "")
-            request = SessionRequest(call.path, call.body, turns, delivered=False, key=key)
-            self._stored_bytes += len(packed(request))
-            done = await self._on_thread(self._store.append_request, self.info.id, number, request, self._seconds)
-            if not done:
-                raise self._outdated()
-        self._numbers[answer], self.num_requests = number, number + 1
-
-    async def _ask(self, request: GenerationRequest) -> Trajectory:
-        if self._is_repeating:
-            raise FailedPrecondition("a request has no recorded turn")
-        return await super()._ask(request)
-
-    def _record(self, *arguments: Any) -> RecordedTurn:
-        try:
-            return super()._record(*arguments)
-        except FailedPrecondition:
-            raise self._outdated() from None
-
-    def _outdated(self) -> ProtocolError:
-        self.is_outdated = True
-        return ProtocolError(
-            409,
-            f"Session {self.info.id}: was continued or ended by another request at the same time; send this one again.",
-            "session_conflict",
-        )
-
-
-class _SessionRecords:
-    """The recorded turns of one session. See ``Records``. ``period``: that of the turn which comes next."""
-
-    def __init__(self, traffic: TrafficSessions, store: TrafficStore, session: SessionInfo, seconds: float) -> None:
-        self._traffic, self._store, self._session, self._seconds = traffic, store, session, seconds
-        self.period = Period()
-
-    def load(self, _: TrajectoryId) -> EpisodeRecord:
-        return self._store.load(self._session.id)[1]
-
-    def append(self, _: TrajectoryId, turn: RecordedTurn) -> bool:
-        try:
-            return self._store.append_turn(self._session, turn, self._seconds, self.period.name)
-        finally:
-            # Also after an error: the turn may be recorded, and the answer of Redis lost.
-            self._traffic.recorded(self._session.id, self.period)
-
-    def forget(self, _: Any) -> None:
-        """Do nothing: the store ends sessions."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class _NoRecords:
-    """Records of a request that is not trained. See ``Records``."""
-
-    period: Period | None = None
-
-    def load(self, _: TrajectoryId) -> EpisodeRecord:
-        return EpisodeRecord()
-
-    def append(self, _: TrajectoryId, __: RecordedTurn) -> bool:
-        return True
-
-    def forget(self, _: Any) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def _set_result(future: asyncio.Future[Answered], answered: Answered) -> None:
-    if not future.done():
-        future.set_result(answered)
-
-
-def _set_error(future: asyncio.Future[Answered], error: QuartetError) -> None:
-    if not future.done():
-        future.set_exception(error)
 
 
 def _is_id(text: str) -> bool:
@@ -775,12 +462,3 @@ def _reward(body: bytes) -> tuple[float, str]:
             "invalid_value",
         )
     return float(reward), json.dumps(logged, sort_keys=True)
-
-
-def _unavailable() -> ProtocolError:
-    return ProtocolError(
-        503,
-        "The policy cannot answer at the moment, such as before its first weights or after a fault; send the request again.",
-        "unavailable",
-        headers={"retry-after": "2"},
-    )

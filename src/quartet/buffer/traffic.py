@@ -230,14 +230,14 @@ class TrafficStore:
         with self._translated():
             return self._transaction(write, key)
 
-    def set_delivered(self, id: str, number: int, delivered: bool) -> None:
-        """Record whether the client got the answer to request ``number``. Has no effect after the reward."""
+    def set_delivered(self, id: str, number: int) -> None:
+        """Record that the client got the answer to request ``number``. Has no effect after the reward."""
         key = self._session(id)
 
         def write(pipe: Any) -> None:
             if pipe.hget(key, "state") == SessionState.OPEN.value.encode():
                 pipe.multi()
-                pipe.hdel(key, f"lost/{number}") if delivered else pipe.hset(key, f"lost/{number}", 1)
+                pipe.hdel(key, f"lost/{number}")
 
         with self._translated():
             self._transaction(write, key)

@@ -31,7 +31,8 @@ from quartet.services.generator import attestation as module
 from quartet.services.generator.attestation import SHARE, Attestation
 from quartet.services.generator.episodes import EnvironmentAccess
 from quartet.services.generator.generator import Generator
-from quartet.services.generator.sessions.traffic import TrafficSessions, TrafficTurns
+from quartet.services.generator.sessions.traffic import TrafficSessions
+from quartet.services.generator.sessions.traffic_turns import TrafficTurns
 from quartet.weight_transfer.tensors import HostTensor, tensor_digest
 from tests.services.generator.environments import EchoEnvironment
 from tests.services.generator.test_generator import (

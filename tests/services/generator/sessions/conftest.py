@@ -25,6 +25,7 @@ def tokenizer() -> Any:
 @pytest.fixture
 def server() -> Iterator[SessionServer]:
     result = SessionServer("127.0.0.1:0")
+    result.start()
     yield result
     result.close()
 

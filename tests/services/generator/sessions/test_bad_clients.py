@@ -18,8 +18,9 @@ import pytest
 
 from quartet.contract.agent import AgentResult, AgentRun
 from quartet.contract.trajectory import Outcome
-from quartet.services.generator.sessions import app, connections
+from quartet.services.generator.sessions import app, bodies, connections
 from quartet.services.generator.sessions.app import SessionServer
+from tests.services.generator.sessions.agent_requests import fine_after, post, user
 from tests.services.generator.sessions.harness import Rig, Script, wait_until
 
 Scripted = Callable[[Script], Rig]
@@ -112,18 +113,8 @@ def agent_run(scripted: Scripted, run: str) -> Iterator[AgentRun]:
     thread.join()
 
 
-def ask(start: AgentRun, messages: list[Any], client: Any = httpx, timeout: float = 20) -> httpx.Response:
-    response: httpx.Response = client.post(
-        f"{start.base_url}/chat/completions",
-        json={"model": start.model, "messages": messages},
-        headers={"authorization": f"Bearer {start.api_key}"},
-        timeout=timeout,
-    )
-    return response
-
-
 def works(start: AgentRun, client: Any = httpx) -> bool:
-    return ask(start, [{"role": "user", "content": "hello"}], client).status_code == 200
+    return post(start, [user("hello")], client=client).status_code == 200
 
 
 @pytest.mark.parametrize("header", [None, "", "Basic abc", "Bearer", "Bearer wrong", "Bearer \u00e4"])
@@ -199,7 +190,7 @@ def test_the_half_open_requests_of_one_agent_do_not_stop_the_others(scripted: Sc
             with ExitStack() as stack:
                 for _ in range(33):
                     connection = stack.enter_context(connect(rig.server))
-                    connection.sendall(head(start.api_key, app.MAX_BODY_BYTES) + b"{")
+                    connection.sendall(head(start.api_key, bodies.MAX_BODY_BYTES) + b"{")
                 wait_until(lambda: max(rig.server._waiting.values(), default=0) == 33)
                 sent.set()
                 assert done.wait(20)
@@ -219,12 +210,7 @@ def test_a_small_body_of_unknown_size_takes_little_of_the_budget(
     scripted: Scripted, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-
-    def script(prompt: str) -> str:
-        assert go.wait(20)
-        return "fine"
-
-    rig, statuses = scripted(script), list[int]()
+    rig, statuses = scripted(fine_after(go)), list[int]()
     rig.max_branches = 40
 
     def agent(start: AgentRun) -> AgentResult:
@@ -251,12 +237,12 @@ def test_a_small_body_of_unknown_size_takes_little_of_the_budget(
 def test_half_open_requests_end_and_hold_no_budget(
     agent_run: AgentRun, server: SessionServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.5)
-    monkeypatch.setattr(app, "DISCARD_SECONDS", 0.1)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(bodies, "DISCARD_SECONDS", 0.1)
     # More than the budget for all bodies.
     stalled = [connect(server) for _ in range(40)]
     for connection in stalled:
-        connection.sendall(head(agent_run.api_key, app.MAX_BODY_BYTES) + b"{")
+        connection.sendall(head(agent_run.api_key, bodies.MAX_BODY_BYTES) + b"{")
     assert works(agent_run)
     for connection in stalled:
         status, body = answer_of(connection)
@@ -309,12 +295,7 @@ def test_requests_of_a_session_at_once_are_limited(
 ) -> None:
     monkeypatch.setattr(app, "MAX_WAITING", 3)
     go = threading.Event()
-
-    def script(prompt: str) -> str:
-        assert go.wait(20)
-        return "fine"
-
-    rig = scripted(script)
+    rig = scripted(fine_after(go))
 
     def agent(start: AgentRun) -> AgentResult:
         results: list[bool] = []
@@ -347,7 +328,7 @@ def test_many_sessions_that_are_open_at_once_take_little_memory(
         assert all_open.wait(600)
         messages = [{"role": "user", "content": "x" * 1000}]
         for _ in range(3):
-            answer = ask(start, messages, client, timeout=60)
+            answer = post(start, messages, client=client, timeout=60)
             assert answer.status_code == 200, answer.text
             messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
         return AgentResult(1.0)

@@ -15,6 +15,7 @@ import torch
 
 from quartet.contract.agent import AgentResult, AgentRun
 from quartet.contract.trajectory import FinishReason, Outcome, SegmentRole, Trajectory
+from tests.services.generator.sessions.agent_requests import user
 from tests.services.generator.sessions.harness import TEMPLATE, Rig, Script
 
 Scripted = Callable[[Script], Rig]
@@ -31,10 +32,6 @@ OTHER = {"type": "function", "function": {"name": "other", "parameters": {"type"
 
 def client_of(run: AgentRun, **settings: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=run.base_url, api_key=run.api_key, **{"max_retries": 0, **settings})
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 def ids_of(trajectory: Trajectory) -> list[list[tuple[str, list[int]]]]:

@@ -16,8 +16,9 @@ from quartet.contract.generation import GenerationBatch, GenerationRequest
 from quartet.contract.trajectory import FinishReason, Outcome, Trajectory, TrajectoryId
 from quartet.contract.turn_record import EpisodeRecord
 from quartet.services.generator.sessions.session import Session
+from tests.services.generator.sessions.agent_requests import ask, post, user
 from tests.services.generator.sessions.harness import Rig, Script, wait_until
-from tests.services.generator.sessions.test_survival import ask, dialogue, post, user
+from tests.services.generator.sessions.test_survival import dialogue
 
 KEPT = 2
 
