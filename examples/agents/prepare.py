@@ -1,4 +1,4 @@
-"""Create the policies and prompts of the agents' examples, from nothing, in about three minutes on one core.
+"""Create the policies and prompts of the agents' examples, from nothing, in about two minutes on one core.
 
     python examples/agents/prepare.py runs/agents
 
