@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import uuid
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -51,7 +52,7 @@ class Users:
 
     def _run(self, number: int) -> None:
         for index in count():
-            session, text = f"user-{number}-{index}", "ab"
+            session, text = f"user-{number}-{index}-{uuid.uuid4().hex}", "ab"
             for _ in range(2):
                 body = {"model": self._model, "prompt": text, "max_tokens": 4}
                 answer = self._post("/completions", "viewers", body, session)

@@ -110,7 +110,7 @@ def test_only_gateway_and_sessions_import_the_http_server() -> None:
         if imported.split(".")[0] in ("fastapi", "starlette", "uvicorn")
     }
     # Only a run with agents loads them.
-    assert sessions == {f"quartet.services.generator.sessions.{name}" for name in ("app", "connections")}
+    assert sessions == {f"quartet.services.generator.sessions.{name}" for name in ("app", "bodies", "connections")}
 
 
 def test_numerics_import_only_torch_types_and_errors() -> None:
