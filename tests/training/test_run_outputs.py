@@ -24,7 +24,7 @@ from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 from quartet.services.orchestrator.training_run import TrainingRun
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, json_lines, orchestrator, run_to_completion, services, step_metrics
-from tests.unit.telemetry.test_sinks import events, scalars, wandb_history
+from tests.unit.telemetry.test_sinks import events, scalars, swanlab_history, wandb_history
 
 STEPS = 3
 SEQUENCES = 8
@@ -247,7 +247,15 @@ def test_a_full_disk_loses_the_tokenizer_but_not_the_run(run: Run, make: MakeCon
     assert not files.tokenizer.exists()
 
 
-@pytest.mark.parametrize(("package", "settings"), [("wandb", {"project": "p"}), ("mlflow", {"tracking_uri": "u"})])
+@pytest.mark.parametrize(
+    ("package", "settings"),
+    [
+        ("wandb", {"project": "p"}),
+        ("mlflow", {"tracking_uri": "u"}),
+        ("trackio", {"project": "p"}),
+        ("swanlab", {"project": "p"}),
+    ],
+)
 def test_a_sink_whose_package_is_missing_ends_the_run_before_its_first_step(
     make: MakeConfig, package: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,4 +294,34 @@ def test_a_run_reports_to_wandb_and_mlflow(make: MakeConfig, tmp_path: Path, mon
     result = client.get_metric_history(mlflow_run.info.run_id, "train/reward_mean")
     assert [(metric.step, metric.value) for metric in result] == [
         (metrics["step"], metrics["reward_mean"]) for metrics in run.metrics
+    ]
+
+
+def test_a_run_reports_to_trackio(make: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The library reads the folder at its first import, which another test may have done.
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    trackio = pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    project = tmp_path.name.replace("_", "-")
+    run = run_to_completion(make(telemetry={"trackio": {"project": project}}))
+    assert not [note for note in run.progress.notes if "sends it nothing more" in note]
+    (tracked,) = trackio.Api().runs(project)
+    assert tracked.config["run"]["name"] == run.files.root.name
+    rows = SQLiteStorage.get_logs(project, tracked.name)
+    assert [(row["step"], row["train/reward_mean"]) for row in rows if "train/reward_mean" in row] == [
+        (metrics["step"], metrics["reward_mean"]) for metrics in run.metrics
+    ]
+
+
+def test_a_run_reports_to_swanlab(make: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    monkeypatch.setenv("SWANLAB_ROOT", str(tmp_path))
+    run = run_to_completion(make(telemetry={"swanlab": {"project": "tests"}}))
+    assert not [note for note in run.progress.notes if "sends it nothing more" in note]
+    (folder,) = (run.files.logs / "swanlog").glob("run-*")
+    history = swanlab_history(folder)
+    assert [row[1:] for row in history if row[0] == "train/reward_mean"] == [
+        (metrics["step"], pytest.approx(metrics["reward_mean"])) for metrics in run.metrics
     ]

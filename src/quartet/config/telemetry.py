@@ -43,6 +43,25 @@ class MLflowConfig(Section):
     """Experiment to log the run to."""
 
 
+class TrackioConfig(Section):
+    """Export of metrics to Trackio. Needs the extra quartet-rlhf[trackio]."""
+
+    project: str
+    """Project to log the run to."""
+    space_id: str | None = None
+    """Space on Hugging Face, USER/NAME, that gets the metrics; created as a private one if it does not exist. Null: the server in
+    TRACKIO_SERVER_URL, or else the folder in TRACKIO_DIR."""
+
+
+class SwanLabConfig(Section):
+    """Export of metrics to SwanLab. Needs the extra quartet-rlhf[swanlab]."""
+
+    project: str
+    """Project to log the run to."""
+    workspace: str | None = None
+    """User or organization that owns the project. Null: the default of the account."""
+
+
 class TelemetryConfig(Section):
     """Records in addition to the files that a run needs to resume. A failing tracker never fails the run."""
 
@@ -58,5 +77,9 @@ class TelemetryConfig(Section):
     """Send metrics to Weights & Biases. Null disables it."""
     mlflow: MLflowConfig | None = None
     """Send metrics to MLflow. Null disables it."""
+    trackio: TrackioConfig | None = None
+    """Send metrics to Trackio. Null disables it."""
+    swanlab: SwanLabConfig | None = None
+    """Send metrics to SwanLab. Null disables it."""
     otlp_endpoint: Annotated[WithoutPassword, Field(pattern=r"^https?://.+")] | None = None
     """OTLP/HTTP endpoint that receives one trace per step, such as http://127.0.0.1:4318. Null disables traces."""

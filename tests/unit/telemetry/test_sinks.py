@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quartet.config.telemetry import MLflowConfig, WandbConfig
+from quartet.config.telemetry import MLflowConfig, SwanLabConfig, TrackioConfig, WandbConfig
 from quartet.contract.control import Alert
 from quartet.telemetry.sinks.background import Sinks
 from quartet.telemetry.sinks.sink import Sink
@@ -252,3 +253,56 @@ def wandb_history(path: Path) -> list[dict[str, str]]:
             rows.append({item.key or item.nested_key[0]: item.value_json for item in history.item})
             record = b""
     return [row for row in rows if row]
+
+
+def test_a_resumed_run_continues_its_trackio_run_without_duplicates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The library reads the folder at its first import, which another test may have done.
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    trackio = pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    from quartet.telemetry.sinks.trackio_tracking import Trackio
+
+    project = tmp_path.name.replace("_", "-")
+    resume_run(lambda: Trackio(TrackioConfig(project=project), "name", "0123abc", CONFIG))
+    (run,) = trackio.Api().runs(project)
+    assert run.name == "name-0123abc"
+    assert run.config["actor"] == {"model": "m"}
+    assert run.config["_Group"] == "name"
+    assert run.alerts()[0]["text"] == "entropy is 0.01. Raise the temperature"
+    rows = SQLiteStorage.get_logs(project, run.name)
+    rewards = [(row["step"], row["train/reward_mean"]) for row in rows if "train/reward_mean" in row]
+    assert rewards == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    evaluations = [(row["step"], row["evaluation/eval_kl"]) for row in rows if "evaluation/eval_kl" in row]
+    assert evaluations == [(2, 0.25), (3, 0.25)]
+
+
+def test_a_resumed_run_keeps_its_swanlab_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("swanlab")
+    from quartet.telemetry.sinks.swanlab_tracking import SwanLab
+
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    monkeypatch.setenv("SWANLAB_ROOT", str(tmp_path / "root"))
+    resume_run(lambda: SwanLab(SwanLabConfig(project="tests"), "name", "0123abc", CONFIG, tmp_path))
+    first, second = sorted((tmp_path / "swanlog").glob("run-*-0123abc"))
+    rewards = [row[1:] for row in (*swanlab_history(first), *swanlab_history(second)) if row[0] == "train/reward_mean"]
+    assert rewards == [(1, 0.5), (2, 1.0), (2, 1.0), (3, 1.5)]
+    assert ("evaluation/eval_kl", 3, 0.25) in swanlab_history(second)
+    (alert,) = (second / "media" / "text").iterdir()
+    assert alert.read_text() == "entropy is 0.01. Raise the temperature"
+    assert json.loads((first / "files" / "swanlab-metadata.json").read_text())["hardware"] is None
+
+
+def swanlab_history(folder: Path) -> list[tuple[str, int, float]]:
+    """Read name, step and value of the logged metrics from the library's file, as `swanlab sync` does."""
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    (path,) = folder.glob("*.swanlab")
+    reader = DataStoreReader()
+    reader.open(path)
+    records = [Record.FromString(data) for data in reader]
+    reader.close()
+    return [(r.scalar.key, r.scalar.step, r.scalar.value.number) for r in records if r.HasField("scalar")]

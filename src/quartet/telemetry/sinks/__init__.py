@@ -1,1 +1,1 @@
-"""Metric sinks besides the run's files: TensorBoard, Weights & Biases, MLflow. None can fail or slow down a run."""
+"""Metric sinks besides the run's files: TensorBoard and trackers. None can fail or slow down a run."""

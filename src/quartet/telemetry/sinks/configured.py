@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 def check_sinks(config: Config) -> None:
     """Raise ConfigError if packages of enabled sinks are not installed."""
-    packages = {"wandb": config.telemetry.wandb, "mlflow": config.telemetry.mlflow}
+    telemetry = config.telemetry
+    packages = {
+        "wandb": telemetry.wandb,
+        "mlflow": telemetry.mlflow,
+        "trackio": telemetry.trackio,
+        "swanlab": telemetry.swanlab,
+    }
     missing = [
         f"telemetry.{package}: the package {package} is not installed; "
         f"pip install 'quartet-rlhf[{package}]', or remove telemetry.{package}"
@@ -61,6 +67,22 @@ def open_sinks(config: Config, files: RunFiles, identity: str, note: Callable[[s
             return MLflow(mlflow, name, identity, _config_to_send(config))
 
         openers["MLflow"] = open_mlflow
+    if (trackio := telemetry.trackio) is not None:
+
+        def open_trackio() -> Sink:
+            from quartet.telemetry.sinks.trackio_tracking import Trackio
+
+            return Trackio(trackio, name, identity, _config_to_send(config))
+
+        openers["Trackio"] = open_trackio
+    if (swanlab := telemetry.swanlab) is not None:
+
+        def open_swanlab() -> Sink:
+            from quartet.telemetry.sinks.swanlab_tracking import SwanLab
+
+            return SwanLab(swanlab, name, identity, _config_to_send(config), files.logs)
+
+        openers["SwanLab"] = open_swanlab
     return Sinks(openers, note)
 
 
