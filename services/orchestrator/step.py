@@ -67,7 +67,11 @@ class StepTransaction:
         """
         self._run, self._board, self._profiler = run, run.board, run.profiler
         self._rollout, self._off_policy = run.config.rollout, OffPolicySchedule.of(run.config)
-        self._sequence = PromptSequence(order, self._rollout.prompts_per_step)
+        # A step is generated ahead while those before it consume prompts, so each takes them from the last one that has ended.
+        stride = self._rollout.max_off_policy_steps + 1
+        self._sequences = [
+            PromptSequence(order, self._rollout.prompts_per_step, first, stride) for first in range(1, stride + 1)
+        ]
         self._identity, self._tokenizer, self._preparation = identity, tokenizer, preparation
         self._checkpoints, self._attempts = checkpoints, attempts
         self._pending: PendingStep | None = None
@@ -127,14 +131,12 @@ class StepTransaction:
         return leadership.algorithm_state.commit(metrics, [item.score for item in pending.collected.scored])
 
     def _first_round(self, step: int, leadership: Leadership) -> SamplingRounds:
-        """Return the rounds of ``step``, at its first one. It begins at the first prompt that no step before it has consumed."""
-        consumed = leadership.algorithm_state.prompts_consumed
-        if self._pending is not None and step > self._pending.step:
+        """Return the rounds of ``step``, at its first one. It begins at the first prompt of its sequence that is not consumed."""
+        index, consumed = (step - 1) % len(self._sequences), leadership.algorithm_state.prompts_consumed_before(step)
+        # The last step of the sequence before this one may be pending.
+        if self._pending is not None and self._pending.step == step - len(self._sequences):
             consumed = self._pending.rounds.consumed
-        if self._off_policy.max_off_policy_steps:
-            # Steps that are generated ahead begin before it is known what the steps before them consume.
-            consumed = (step - 1) * self._rollout.prompts_per_step
-        return SamplingRounds(step, self._rollout, self._sequence, consumed)
+        return SamplingRounds(step, self._rollout, self._sequences[index], consumed)
 
     def _prepare(self, step: int, leadership: Leadership) -> PendingStep:
         version, rounds = self.policy_version(step), self._first_round(step, leadership)

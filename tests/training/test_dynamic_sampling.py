@@ -82,9 +82,13 @@ def test_a_step_has_all_its_groups_and_the_scores_of_each_differ(uninterrupted: 
         assert metrics["sampling_rounds"] >= 1 + (metrics["equal_groups"] > 0)
 
 
-def test_without_equal_groups_a_run_has_the_bits_of_one_without_dynamic_sampling(make: MakeConfig) -> None:
-    plain = run_to_completion(config(make, "never_equal", rollout={"dynamic_sampling": False}))
-    run = run_to_completion(config(make, "never_equal"))
+@pytest.mark.parametrize("max_off_policy_steps", [0, 2])
+def test_without_equal_groups_a_run_has_the_bits_of_one_without_dynamic_sampling(
+    make: MakeConfig, max_off_policy_steps: int
+) -> None:
+    rollout = {"max_off_policy_steps": max_off_policy_steps}
+    plain = run_to_completion(config(make, "never_equal", rollout={**rollout, "dynamic_sampling": False}))
+    run = run_to_completion(config(make, "never_equal", rollout=rollout))
     own = {"sampling_rounds": 1, "equal_groups": 0, "prompts_consumed": PROMPTS}
     for metrics, expected in zip(step_metrics(run), step_metrics(plain), strict=True):
         assert metrics.pop("generated_reward_mean") == pytest.approx(metrics["reward_mean"])
@@ -92,12 +96,27 @@ def test_without_equal_groups_a_run_has_the_bits_of_one_without_dynamic_sampling
     assert weights(run) == weights(plain)
 
 
+def test_steps_that_are_generated_ahead_take_each_prompt_once(make: MakeConfig) -> None:
+    """Of a data set that is large enough for all rounds. Later rounds are by the newest policy."""
+    run = run_to_completion(config(make, rollout={"max_off_policy_steps": 1}))
+    assert sum(step["equal_groups"] for step in run.metrics) > STEPS, "the test needs replaced groups"
+    used = [prompt for step in range(1, STEPS + 1) for prompt in prompts_of(run, step)]
+    assert len(used) == len(set(used)) == STEPS * PROMPTS
+    versions = [{row["policy_version"] for row in run.trajectories(step)} for step in range(1, STEPS + 1)]
+    assert versions[0] == {0}
+    assert any(len(each) == 2 for each in versions)
+    for step, each in enumerate(versions[1:], 2):
+        assert each <= {step - 2, step - 1}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("max_off_policy_steps", [0, 1])
 def test_crashes_and_generators_that_are_lost_change_no_prompt(
-    make: MakeConfig, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
+    make: MakeConfig, max_off_policy_steps: int, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:
     """Step 3 is replayed. Step 4 is taken again after its data in Redis is lost, by generators."""
-    crashed = config(make)
+    rollout = {"max_off_policy_steps": max_off_policy_steps}
+    crashed, uninterrupted = config(make, rollout=rollout), run_to_completion(config(make, rollout=rollout))
     with services(crashed) as addressed:
         for crash_point, step in [
             *((point, 3) for point in ("generate", "sealed", "updated", "committed")),

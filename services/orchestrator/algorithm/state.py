@@ -43,8 +43,8 @@ class AlgorithmState:
         # The student of a distillation starts far from its teacher.
         self._guards = Guards(config.guards, ignored=() if algorithm.distillation is None else ("kl_runaway",))
         self._prompts_per_step = config.rollout.prompts_per_step
-        self.prompts_consumed = 0
-        """Number of prompts that the steps so far have consumed, used or not. The committed metrics record it."""
+        # Number of prompts that the steps so far have consumed, used or not, of each sequence. The committed metrics record it.
+        self._prompts_consumed = [0] * (config.rollout.max_off_policy_steps + 1)
         self.prompts_skipped = 0
         """Number of prompts that the steps so far have skipped, because no response to them could be scored."""
 
@@ -53,6 +53,10 @@ class AlgorithmState:
         """Live settings of the next step that a controller holds, by name."""
         adapted = {} if self._entropy is None else {"entropy_coefficient": self._entropy.value}
         return {"kl_coefficient": self._kl.value, **adapted}
+
+    def prompts_consumed_before(self, step: int) -> int:
+        """Return the number of prompts that the steps so far have consumed of the ``PromptSequence`` of ``step``."""
+        return self._prompts_consumed[(step - 1) % len(self._prompts_consumed)]
 
     def set_coefficients(self, values: Mapping[str, float]) -> None:
         """Set those of ``values`` for the next step that a controller holds. It continues from them."""
@@ -127,7 +131,8 @@ class AlgorithmState:
 
     def _consume(self, metrics: Metrics) -> None:
         # Other steps record no number.
-        self.prompts_consumed += int(metrics.get("prompts_consumed", self._prompts_per_step))
+        index = (int(metrics["step"]) - 1) % len(self._prompts_consumed)
+        self._prompts_consumed[index] += int(metrics.get("prompts_consumed", self._prompts_per_step))
         self.prompts_skipped += int(metrics.get("skipped_prompts", 0))
 
 

@@ -39,7 +39,13 @@ from quartet.rpc.clients import ActorClient, GenerationClient
 from quartet.rpc.replica_set import ReplicaSet
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.services.orchestrator.rollout.generation import PendingTrajectories, RepeatabilityNotes, published_digest
-from quartet.services.orchestrator.rollout.generator_work import Attempt, RemoteGenerator, Work, transfer_metrics
+from quartet.services.orchestrator.rollout.generator_work import (
+    EVALUATION,
+    Attempt,
+    RemoteGenerator,
+    Work,
+    transfer_metrics,
+)
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
 from quartet.weight_transfer.tree import FAN_OUT, distribution_tree
 
@@ -166,7 +172,7 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
     # Work
 
     def start(self, batch: GenerationBatch) -> tuple[GenerationBatch, PendingTrajectories]:
-        """Start to generate a batch, after the batches before it. See ``Generation.start``."""
+        """Start to generate a batch, after the batches before it, but before those of later steps. See ``Generation.start``."""
         batch = replace(batch, weights_digest=published_digest(self._actor, batch.policy_version))
         self._read_published()
         with self.lock:
@@ -180,7 +186,8 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
             engines = [generator.status.engine for generator in self._all() if generator.status is not None]
             by_rule = all(engine is not None and engine.seeded and engine.batch_invariant for engine in engines)
             work = Work(batch, by_rule, self.lock, self.published, lambda: self.last_attempt, self.cancel, self.refuse)
-            self._works.append(work)
+            later = (index for index, each in enumerate(self._works) if EVALUATION < batch.step < each.batch.step)
+            self._works.insert(next(later, len(self._works)), work)
         self._dispatch()
         return batch, work
 

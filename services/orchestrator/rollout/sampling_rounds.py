@@ -24,11 +24,11 @@ class SamplingRounds:
     """
 
     def __init__(self, step: int, rollout: RolloutConfig, sequence: PromptSequence, consumed: int) -> None:
-        """``consumed``: number of prompts of ``sequence`` that the steps before have consumed."""
+        """``consumed``: number of prompts of ``sequence`` that earlier steps have consumed."""
         self._step, self._sequence, self._consumed_before = step, sequence, consumed
         self.num_groups, self._max_rounds = rollout.prompts_per_step, rollout.max_sampling_rounds
         """Number of prompts that the step needs."""
-        self._drops_equal, self._has_cursor = rollout.dynamic_sampling, not rollout.max_off_policy_steps
+        self._drops_equal = rollout.dynamic_sampling
         self._draw: PromptDraw = sequence.draw(consumed, self.num_groups)
         self._rounds = 1
         self._num_drawn = 0
@@ -44,7 +44,7 @@ class SamplingRounds:
 
     @property
     def consumed(self) -> int:
-        """Number of prompts that the run has consumed, including those of the rounds so far."""
+        """Number of prompts of the sequence that are consumed after the rounds so far."""
         return self._draw.consumed
 
     @property
@@ -99,13 +99,10 @@ class SamplingRounds:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the step, by name.
-
-        ``prompts_consumed`` is the cursor of the run. Steps that are generated ahead begin at known prompts instead.
-        """
+        """Return the metrics of the step, by name. ``prompts_consumed`` tells where the next step of the sequence begins."""
         consumed = self.consumed - self._consumed_before
         if not self._drops_equal:
-            return {"prompts_consumed": consumed} if self._has_cursor and consumed != self.num_groups else {}
+            return {"prompts_consumed": consumed} if consumed != self.num_groups else {}
         return {
             "sampling_rounds": self._rounds,
             "equal_groups": self._equal.total(),

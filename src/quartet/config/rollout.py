@@ -220,7 +220,7 @@ class RolloutConfig(Section):
     trajectories, and never fast ones: time does not count, so such a run repeats bit-identically."""
     dynamic_sampling: bool = False
     """Replace prompts whose responses all have the same score by further prompts, until the step has prompts_per_step prompts.
-    Needs samples_per_prompt 2 or more, and max_off_policy_steps 0."""
+    Needs samples_per_prompt 2 or more."""
     max_sampling_rounds: Annotated[int, Field(ge=1, le=MAX_SAMPLING_ROUNDS)] = 10
     """With dynamic_sampling: maximum number of rounds of generation per step, with at most prompts_per_step prompts each. Beyond
     it, the run fails."""

@@ -55,14 +55,15 @@ class PromptDraw:
 
 
 class PromptSequence:
-    """The prompts of all steps, one step after the other, for steps that take more than ``prompts_per_step``.
+    """The prompts of steps, one step after the other, for steps that take more than ``prompts_per_step``.
 
     A draw depends only on the order and on its arguments, so a resumed run that knows the number of consumed prompts sees the
     same ones. If every step takes ``prompts_per_step``, each gets the prompts that ``order`` has for it.
     """
 
-    def __init__(self, order: StepPrompts, prompts_per_step: int) -> None:
-        self._order, self._per_step = order, prompts_per_step
+    def __init__(self, order: StepPrompts, prompts_per_step: int, first: int = 1, stride: int = 1) -> None:
+        """The sequence has the prompts of step ``first`` and of every ``stride``-th step after it."""
+        self._order, self._per_step, self._first, self._stride = order, prompts_per_step, first, stride
 
     def draw(self, consumed: int, number: int, excluded: Collection[int] = ()) -> PromptDraw:
         """Return the next ``number`` different prompts after the first ``consumed`` ones.
@@ -86,7 +87,7 @@ class PromptSequence:
 
     def _after(self, consumed: int) -> Iterator[Prompt]:
         steps, offset = divmod(consumed, self._per_step)
-        for step in count(steps + 1):
+        for step in count(self._first + steps * self._stride, self._stride):
             yield from self._order.of_step(step)[offset:]
             offset = 0
 

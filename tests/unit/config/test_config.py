@@ -149,10 +149,6 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
             "rollout.dynamic_sampling: compares scores, and with reward.source none there are none",
         ),
         (
-            {"rollout": {"dynamic_sampling": True, "samples_per_prompt": 2, "max_off_policy_steps": 1}},
-            "rollout.dynamic_sampling: the scores of a step decide .* set rollout.max_off_policy_steps to 0, not 1",
-        ),
-        (
             {"services": {"actor": {"processes": 4, "parallel": {"shard": 1, "tensor": 2}}}},
             "services.actor.parallel: replicate 1 x shard 1 x tensor 2 must be the number of ranks, which is 4; change the "
             "sizes, or set services.actor.processes 2",

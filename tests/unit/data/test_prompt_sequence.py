@@ -45,6 +45,18 @@ def test_draws_of_whole_steps_are_the_prompts_of_the_steps(order: type[StepPromp
         assert consumed == 4 * step
 
 
+@pytest.mark.parametrize("order", [one_set, two_sets])
+def test_sequences_of_every_third_step_share_no_prompt_of_the_order(order: type[StepPrompts]) -> None:
+    for first in (1, 2, 3):
+        sequence, consumed = PromptSequence(order(4), 4, first, stride=3), 0
+        steps = range(first, 30, 3)
+        expected = [prompt.index for step in steps for prompt in order(4).of_step(step)]
+        for number in (4, 1, 3, 4):
+            draw = sequence.draw(consumed, number)
+            assert indices(draw) == list(dict.fromkeys(expected[consumed : draw.consumed]))
+            consumed = draw.consumed
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=30), st.booleans())
 def test_draws_of_any_size_take_each_prompt_of_the_order_once(numbers: list[int], mixed: bool) -> None:

@@ -127,7 +127,7 @@ def _check_engine_server(config: ConfigTree, engine: str, server: EngineServerCo
 
 
 def check_dynamic_sampling(config: ConfigTree) -> None:
-    """Raise ValueError if rollout.dynamic_sampling does not fit the scores or the order of the steps."""
+    """Raise ValueError if rollout.dynamic_sampling does not fit the scores."""
     if not config.rollout.dynamic_sampling:
         return
     setting, samples = "rollout.dynamic_sampling", config.rollout.samples_per_prompt
@@ -140,12 +140,6 @@ def check_dynamic_sampling(config: ConfigTree) -> None:
         raise ValueError(
             f"{setting}: compares scores, and with reward.source none there are none; set another source, or "
             "dynamic_sampling false"
-        )
-    if config.rollout.max_off_policy_steps:
-        raise ValueError(
-            f"{setting}: the scores of a step decide which prompts the next one takes, so no later step can be generated "
-            f"ahead; set rollout.max_off_policy_steps to 0, not {config.rollout.max_off_policy_steps}, or dynamic_sampling "
-            "false"
         )
 
 

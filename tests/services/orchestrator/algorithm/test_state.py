@@ -15,9 +15,9 @@ from quartet.services.orchestrator.algorithm.update_request import policy_loss_o
 ADAPTIVE = {"entropy_controller": {"kind": "adaptive", "target": 0.5, "step_size": 0.25}}
 
 
-def config(**algorithm: Any) -> Config:
+def config(rollout: dict[str, Any] | None = None, **algorithm: Any) -> Config:
     tree = {"run": {"steps": 9}, "data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}}
-    return parse_config({**tree, "algorithm": algorithm}, "test")
+    return parse_config({**tree, "algorithm": algorithm, "rollout": rollout or {}}, "test")
 
 
 def metrics(step: int, entropy: float, **more: float) -> dict[str, float]:
@@ -127,8 +127,8 @@ def test_the_consumed_and_skipped_prompts_are_those_of_the_committed_steps() -> 
     state = AlgorithmState(config())
     for line in history:
         state.commit(line, [1.0])
-    per_step = config().rollout.prompts_per_step
-    assert (state.prompts_consumed, state.prompts_skipped) == (9 + 2 * per_step, 3)
+    expected = (9 + 2 * config().rollout.prompts_per_step, 3)
+    assert (state.prompts_consumed_before(4), state.prompts_skipped) == expected
     for checkpoint in range(4):
         restored, saved = AlgorithmState(config()), AlgorithmState(config())
         for line in history[:checkpoint]:
@@ -136,4 +136,11 @@ def test_the_consumed_and_skipped_prompts_are_those_of_the_committed_steps() -> 
         restored.restore(checkpoint, saved.state() if checkpoint else None, history[:checkpoint])
         for line in history[checkpoint:]:
             restored.replay(line, [1.0])
-        assert (restored.prompts_consumed, restored.prompts_skipped) == (9 + 2 * per_step, 3)
+        assert (restored.prompts_consumed_before(4), restored.prompts_skipped) == expected
+
+
+def test_a_step_that_is_generated_ahead_begins_where_the_last_one_that_has_ended_left_off() -> None:
+    state = AlgorithmState(config(rollout={"max_off_policy_steps": 1, "prompts_per_step": 4}))
+    for line in (metrics(1, 0.1, prompts_consumed=9), metrics(2, 0.1), metrics(3, 0.1, prompts_consumed=5)):
+        state.commit(line, [1.0])
+    assert [state.prompts_consumed_before(step) for step in (4, 5)] == [4, 14]

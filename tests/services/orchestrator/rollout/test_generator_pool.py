@@ -293,6 +293,23 @@ def test_a_cancelled_work_stops_its_generators_which_then_do_the_next(
         assert len(generators.step(pool, 2)) == len(PROMPTS) * SAMPLES
 
 
+def test_a_further_batch_of_a_step_comes_before_those_of_later_steps(
+    generators: Generators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, order = Gate(monkeypatch), list[str]()
+    with generators.pool(generators.start()) as pool:
+        batch, busy = generators.begin(pool)
+        assert gate.reached.wait(SECONDS)
+        requests = [replace(each, id=replace(each.id, sample=each.id.sample + SAMPLES)) for each in batch.requests]
+        works = {"later": generators.begin(pool, 2)[1], "further": pool.start(replace(batch, requests=requests))[1]}
+        for name, work in works.items():
+            work.add_done_callback(lambda _, name=name: order.append(name))
+        gate.opened.set()
+        for work in (busy, *works.values()):
+            wait(work)
+    assert order == ["further", "later"]
+
+
 def test_the_work_of_a_refused_generator_continues_on_another(generators: Generators) -> None:
     first, second = generators.start(), generators.start()
     with generators.pool(first, second) as pool:

@@ -231,11 +231,11 @@ def test_dynamic_sampling_draws_for_skipped_prompts_as_for_equal_groups(stream: 
     assert step.rounds.metrics()["equal_groups"] == 0
 
 
-def test_steps_that_are_generated_ahead_do_not_move_the_cursor(stream: RolloutStream, run: str) -> None:
+def test_steps_that_are_generated_ahead_record_what_they_consume(stream: RolloutStream, run: str) -> None:
     step = Step(stream, run, samples=3, max_off_policy_steps=1)
     collected = step.collect(OutcomeScorer(step.all_samples([1])))
     assert scored(collected) == kept(step, (0, 2, 3, 4), 3)
-    assert step.rounds.metrics() == {}
+    assert step.rounds.metrics() == {"prompts_consumed": PROMPTS + 1}
 
 
 def test_data_without_another_prompt_is_an_error_that_names_the_skipped_ones(stream: RolloutStream, run: str) -> None:
