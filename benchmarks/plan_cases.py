@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config.loading import config_of
+from quartet.config.models import LoraConfig
 from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.model_files.shape import model_shape
@@ -195,7 +196,9 @@ def make_update(case: Case, workers: Workers = SINGLE) -> tuple[Any, Callable[[]
         model = ValueModel.of_causal_lm(model)
         whole += model.head.parameters()
     if case.rank:
-        adapter = add_adapter(model.backbone if case.role == "critic" else model, "base", case.rank, 16.0)
+        adapter = add_adapter(
+            model.backbone if case.role == "critic" else model, "base", LoraConfig(rank=case.rank, alpha=16.0)
+        )
         whole += adapter.parameters()
     experience = make_experience(config, model, full=True)
     kind: Any = MasterWeightAdamW

@@ -164,11 +164,7 @@ class TrainableModel(ABC):
         in_parts = checkpoint is not None and self._workers.size > 1 and is_sharded(checkpoint)
         source = self._name if checkpoint is None or lora or in_parts else checkpoint
         self._model = self._workers.agreed(lambda: self._read(source))
-        self._adapter = (
-            add_adapter(self._adapted(), self._name, lora.rank, lora.alpha, lora.target_modules, self._seed)
-            if lora
-            else None
-        )
+        self._adapter = add_adapter(self._adapted(), self._name, lora, self._seed) if lora else None
         if self._adapter is not None and (left_out := matrices_without_adapter(self._adapted())):
             log.info("LoRA: matrices without an adapter", role=str(self.role), matrices=left_out)
         freeze_parameters(self._model, config.freeze)
@@ -186,6 +182,7 @@ class TrainableModel(ABC):
             optimizer.weight_decay,
             kind,
             self._offload.optimizer,
+            lora.learning_rate_ratio if lora else 1.0,
         )
         if checkpoint is not None:
             self._workers.agreed(lambda: self._load_state(checkpoint, source != checkpoint))

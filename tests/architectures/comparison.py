@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quartet.config.models import LoraConfig
 from quartet.contract.arrays import FloatArray
 from quartet.contract.generation import SamplingParameters
 from quartet.contract.status import Role
@@ -208,7 +209,7 @@ def _compare_adapter(
     # torch may multiply with a frozen matrix in another order.
     before = response_log_probs(load_causal_lm(directory).requires_grad_(False), BATCH, 1.0, MAX_TOKENS)
     policy = load_causal_lm(directory)
-    adapter = add_adapter(policy, directory, 4, 8.0)
+    adapter = add_adapter(policy, directory, LoraConfig(rank=4, alpha=8.0))
     assert np.array_equal(response_log_probs(policy, BATCH, 1.0, MAX_TOKENS), before), "a new adapter changes outputs"
     _update(policy)
     trained = response_log_probs(policy, BATCH, 1.0, MAX_TOKENS)

@@ -8,6 +8,7 @@ import pytest
 import structlog
 import torch
 
+from quartet.config.models import LoraConfig
 from quartet.model_files.memory import CACHE_COLUMNS, graph_columns
 from quartet.models.generation.static_decoding import StaticDecoder
 from quartet.models.generation.torch_engine import TorchEngine
@@ -121,7 +122,7 @@ def test_a_lack_of_memory_in_the_trial_is_raised_and_the_next_generation_tries_a
 
 def test_captured_steps_read_an_adapter_that_is_merged_again(gpu: PretendedGpu) -> None:
     models = [tiny.causal("llama") for _ in range(2)]
-    adapters = [add_adapter(model, "base", 3, 12.0) for model in (models[0], on_gpu(models[1]))]
+    adapters = [add_adapter(model, "base", LoraConfig(rank=3, alpha=12.0)) for model in (models[0], on_gpu(models[1]))]
     engines = [TorchEngine(adapter.model, frozenset(), 4, merged=adapter) for adapter in adapters]
     first = [decode(engine) for engine in engines]
     captures = len(gpu.captures)

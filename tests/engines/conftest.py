@@ -12,6 +12,7 @@ import tokenizers
 import torch
 import transformers
 
+from quartet.config.models import LoraConfig
 from quartet.contract.arrays import FloatArray
 from quartet.contract.generation import SamplingParameters
 from quartet.contract.trajectory import TokenBatch, Trajectory
@@ -45,7 +46,7 @@ SEED = 3
 def policy(seed: int = SEED) -> Policy:
     """Return a tiny Llama with a random adapter and EOS as its only stop token."""
     model = tiny.causal("llama")
-    adapter = add_adapter(model, "base", rank=2, alpha=3.0, seed=seed)
+    adapter = add_adapter(model, "base", LoraConfig(rank=2, alpha=3.0), seed)
     change_adapter(model, seed)
     return Policy(model, tokenizer(), adapter, served_model(model, frozenset({EOS})))
 

@@ -44,7 +44,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": {
         "algorithm": {"estimator": "rloo"},
         "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2},
-        "actor": {"lora": {"rank": 2}, "learning_rate": 0.01},
+        "actor": {
+            "lora": {"rank": 2, "rslora": True, "dropout": 0.2, "learning_rate_ratio": 4.0},
+            "learning_rate": 0.01,
+        },
     },
     "bfloat16": {"actor": {"dtype": "bfloat16"}, "critic": {"dtype": "bfloat16"}},
 }

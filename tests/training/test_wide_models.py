@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from quartet.config.models import LoraConfig
 from quartet.demo.toy_task import make_toy_task
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.torch_settings import torch_threads
@@ -70,7 +71,7 @@ def built_in(make: MakeConfig, wide: dict[str, Any]) -> Run:
 def test_the_engine_is_batch_invariant(policy: Path, rank: int | None, threads: int) -> None:
     model = load_causal_lm(policy)
     if rank is not None:
-        add_adapter(model, "base", rank=rank, alpha=16.0, seed=0)
+        add_adapter(model, "base", LoraConfig(rank=rank, alpha=16.0), 0)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:

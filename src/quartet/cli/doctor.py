@@ -177,17 +177,16 @@ def _trial(config: Config | None) -> Iterator[Finding]:
             engine = try_small_model(threads)
         else:
             role = Role.GENERATOR if config.has_generators else Role.ACTOR
-            actor, lora, threads = config.actor, config.actor.lora, num_threads(config, role)
+            actor, threads = config.actor, num_threads(config, role)
             if getattr(config.services, role).devices:
                 more = "; on the devices of this config it is not batch-invariant"
             if _weight_file_bytes(actor.model) <= MAX_TRIAL_BYTES:
                 tried = f"actor.model {actor.model}"
-                adapter = (lora.rank, lora.alpha, lora.target_modules) if lora else None
                 rollout = config.rollout
                 engine = try_model(
                     actor.model,
                     actor.dtype,
-                    adapter,
+                    actor.lora,
                     rollout.merge_adapter,
                     rollout.max_concurrent_sequences,
                     threads,

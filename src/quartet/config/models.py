@@ -42,6 +42,15 @@ class LoraConfig(Section):
     """Rank of the adapter matrices."""
     alpha: Positive = 16.0
     """Scaling: the output of the adapter is multiplied by alpha / rank."""
+    rslora: bool = False
+    """Multiply by alpha / √rank instead (rank-stabilized LoRA, Kalajdzievski 2023), so that the size of the updates does not fall
+    with the rank."""
+    dropout: Decay = 0.0
+    """Probability of each input of an adapter to be set to 0 in the passes that compute gradients. The others are divided by 1 -
+    dropout. Scores, old log-probs and generation are without dropout. The old log-probs then need one more forward pass in each
+    update. Not for experts, and not with compile."""
+    learning_rate_ratio: Positive = 1.0
+    """Learning rate of the matrices B, in multiples of that of A (LoRA+, Hayou et al. 2024)."""
     target_modules: tuple[str, ...] = ()
     """Names of the linear layers with an adapter, such as q_proj, or of parameters of experts, such as experts.down_proj. Empty:
     all linear layers and experts of the decoder, without routers."""
@@ -97,6 +106,11 @@ class TrainedModelConfig(Section):
         if self.lora and self.freeze:
             raise ValueError(
                 "freeze: not used with lora, which freezes everything but the adapters; remove one of the two"
+            )
+        if self.lora and self.lora.dropout and self.compile:
+            raise ValueError(
+                f"lora.dropout {self.lora.dropout:g}: compiled layers do not have the masks of each token; set compile false, or "
+                "dropout 0"
             )
         return self
 

@@ -251,6 +251,10 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
         ({"critic": {"warmup_steps": 101}}, "critic.warmup_steps 101: expected at most run.steps 100"),
         ({"actor": {"model": "a", "final_learning_rate": 1}}, "final_learning_rate 1: expected at most learning_rate"),
         ({"actor": {"model": "a", "lora": {}, "freeze": ["x"]}}, "freeze: not used with lora"),
+        (
+            {"actor": {"model": "a", "lora": {"dropout": 0.1}, "compile": True}},
+            "lora.dropout 0.1: compiled layers do not have the masks of each token; set compile false",
+        ),
         ({"evaluation": {"every_steps": 5}}, "evaluation.every_steps 5: data.validation is null"),
         (
             {"actor": {"model": "a", "lora": {}}, "services": {"reference": {"address": "h:1"}}},

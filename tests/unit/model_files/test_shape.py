@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from quartet.config.models import LoraConfig
 from quartet.contract.trajectory import TokenBatch
 from quartet.errors import ConfigError
 from quartet.model_files.shape import FAMILIES, ModelShape, model_shape
@@ -89,7 +90,7 @@ def test_the_types_that_can_be_tensor_parallel_have_a_plan_with_supported_styles
 def test_the_parameters_of_adapters_equal_those_of_the_trained_modules(kind: str) -> None:
     config_ = config(kind)
     model = transformers.AutoModelForCausalLM.from_config(config_)
-    add_adapter(model, "base", 4, 8.0)
+    add_adapter(model, "base", LoraConfig(rank=4, alpha=8.0))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert shape_of(config_).lora_parameters(4) == trained
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quartet.config.models import LoraConfig
 from quartet.contract.update import Experience, OptimizationSettings, PolicyLossSettings
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
@@ -48,9 +49,9 @@ def experience(step: int = 1) -> Experience:
 
 
 def adapted(kind: str, name: str = "base", **changes: Any) -> tuple[Any, Adapter]:
-    """Return a tiny model with a new adapter."""
-    model = tiny.causal(kind)
-    return model, add_adapter(model, name, **{"rank": RANK, "alpha": ALPHA, "seed": 1, **changes})
+    """Return a tiny model with a new adapter. ``changes``: its settings, and the seed."""
+    model, seed = tiny.causal(kind), changes.pop("seed", 1)
+    return model, add_adapter(model, name, LoraConfig(**{"rank": RANK, "alpha": ALPHA, **changes}), seed)
 
 
 def optimizer_of(model: Any) -> torch.optim.AdamW:

@@ -13,6 +13,7 @@ import structlog
 import torch
 from transformers import GPTJConfig, GPTJForCausalLM, GPTNeoConfig, GPTNeoForCausalLM
 
+from quartet.config.models import LoraConfig
 from quartet.errors import ModelError
 from quartet.models.weights.loading import META, load_causal_lm, load_critic, load_reward_model
 from quartet.models.weights.lora import add_adapter
@@ -224,7 +225,7 @@ def test_tensors_of_another_head_are_not_used_with_a_warning(device: str, tmp_pa
 def test_an_adapter_of_another_model_is_refused_without_reading_weights(tmp_path: Path) -> None:
     base = str(tiny.saved(tiny.causal("llama"), tmp_path / "base"))
     (made := tmp_path / "adapter").mkdir()
-    add_adapter(load_causal_lm(base), base, 4, 8.0, (), 0).snapshot()(made)
+    add_adapter(load_causal_lm(base), base, LoraConfig(rank=4, alpha=8.0), 0).snapshot()(made)
     load_causal_lm(made, device=META)
     config = json.loads((made / "adapter_config.json").read_text())
     (made / "adapter_config.json").write_text(json.dumps({**config, "r": 2}))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from quartet.config.models import LoraConfig
 from quartet.errors import InvalidRequest, ModelError
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.torch_engine import TorchEngine
@@ -22,7 +23,7 @@ from tests.unit.models.adapters import ALPHA, BATCH, IDS, RANK, adapted, learn, 
 def test_a_new_adapter_does_not_change_the_outputs(kind: str, dtype: torch.dtype) -> None:
     model = tiny.causal(kind).to(dtype)
     before, state = model(IDS).logits, snapshot(model)
-    adapter = add_adapter(model, "base", RANK, ALPHA)
+    adapter = add_adapter(model, "base", LoraConfig(rank=RANK, alpha=ALPHA))
     assert adapter.model is model
     assert torch.equal(model(IDS).logits, before)
     assert same(split(model.state_dict())[0], state)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.config.models import LoraConfig
 from quartet.contract.update import ValueLossSettings
 from quartet.errors import ModelError
 from quartet.models.forward.scoring import response_values
@@ -53,7 +54,7 @@ def test_a_critic_trains_adapter_and_head_and_both_saves_load_again(kind: str, s
     critic = load_critic(base)
     before = response_values(critic, BATCH, 64)
     below = snapshot(critic.backbone)
-    adapter = add_adapter(critic.backbone, base, RANK, ALPHA)
+    adapter = add_adapter(critic.backbone, base, LoraConfig(rank=RANK, alpha=ALPHA))
     assert response_values(critic, BATCH, 64).tobytes() == before.tobytes()
     head = critic.head.weight.detach().clone()
     optimizer = optimizer_of(critic)
@@ -93,7 +94,7 @@ def test_a_critic_from_the_adapter_of_a_policy_starts_at_zero(tmp_path: Path) ->
 def test_a_critic_adapter_with_a_broken_base_or_head_is_refused(tmp_path: Path) -> None:
     base = critic_base("llama", "classifier", tmp_path / "base")
     critic = load_critic(base)
-    save_critic_adapter(critic, tmp_path / "a", add_adapter(critic.backbone, base, RANK, ALPHA))
+    save_critic_adapter(critic, tmp_path / "a", add_adapter(critic.backbone, base, LoraConfig(rank=RANK, alpha=ALPHA)))
     (tmp_path / "a" / "value_head.safetensors").write_bytes(b"\0" * 20)
     with pytest.raises(ModelError, match="value head"):
         load_critic(tmp_path / "a")

@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch.nn.utils import parametrize
 
+from quartet.config.models import LoraConfig
 from quartet.contract.generation import SamplingParameters
 from quartet.contrib.triton.lora_tensors import lora_tensors
 from quartet.errors import ModelError
@@ -49,7 +50,7 @@ def adapters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def test_a_new_adapter_on_experts_does_not_change_the_outputs(kind: str, dtype: torch.dtype) -> None:
     model = tiny.causal(kind).to(dtype)
     before = model(IDS).logits
-    adapter = add_adapter(model, "base", RANK, ALPHA)
+    adapter = add_adapter(model, "base", LoraConfig(rank=RANK, alpha=ALPHA))
     assert torch.equal(model(IDS).logits, before)
     with adapter.off():
         assert torch.equal(model(IDS).logits, before)
@@ -128,7 +129,7 @@ def test_plain_peft_reads_the_adapter_and_computes_the_same_bits(kind: str, tmp_
 def test_an_adapter_directory_loads_as_the_merged_model(kind: str, tmp_path: Path) -> None:
     base = str(tiny.saved(tiny.causal(kind), tmp_path / "base"))
     model = load_causal_lm(base)
-    adapter = add_adapter(model, base, RANK, ALPHA)
+    adapter = add_adapter(model, base, LoraConfig(rank=RANK, alpha=ALPHA))
     learn(model, steps=2)
     save_adapter(adapter, None, tmp_path / "adapter")
     save_policy(model, None, tmp_path / "merged", adapter)
@@ -235,4 +236,4 @@ def test_layers_that_peft_leaves_out_are_an_error() -> None:
     with pytest.raises(
         ModelError, match=r"peft takes other layers of BeamForCausalLM .* model\.layers\.0\.mlp\.down_proj; set"
     ):
-        add_adapter(model, "base", 2, 4.0)
+        add_adapter(model, "base", LoraConfig(rank=2, alpha=4.0))

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 import transformers
 
+from quartet.config.models import LoraConfig
 from quartet.errors import ModelError
 from quartet.models.training.optimizer import load_optimizer
 from quartet.models.weights.loading import load_causal_lm
@@ -43,7 +44,7 @@ def test_the_merged_export_is_a_plain_model_and_does_not_change_the_trained_one(
 
 def test_a_merged_model_in_half_precision_is_rounded_once(tmp_path: Path) -> None:
     model = tiny.causal("qwen2").bfloat16()
-    adapter = add_adapter(model, "base", RANK, ALPHA)
+    adapter = add_adapter(model, "base", LoraConfig(rank=RANK, alpha=ALPHA))
     learn(model)
     save_policy(model, None, tmp_path / "m", adapter)
     assert json.loads((tmp_path / "m" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -68,7 +69,7 @@ def test_plain_peft_reads_the_adapter_and_computes_the_same_bits(kind: str, tmp_
 
 def test_the_adapter_config_has_the_base_model_and_no_local_path(tmp_path: Path) -> None:
     model = load_causal_lm(tiny.saved(tiny.causal("llama"), tmp_path / "secret-place"))
-    adapter = add_adapter(model, "owner/model", 4, 8.0)
+    adapter = add_adapter(model, "owner/model", LoraConfig(rank=4, alpha=8.0))
     save_adapter(adapter, None, tmp_path / "adapter")
     text = (tmp_path / "adapter" / "adapter_config.json").read_text()
     assert "secret-place" not in text
@@ -99,7 +100,7 @@ def test_equal_weights_give_equal_bytes_whatever_the_order_of_peft_s_sets(tmp_pa
 def test_an_adapter_directory_loads_as_the_merged_model(kind: str, tmp_path: Path) -> None:
     base = str(tiny.saved(tiny.causal(kind), tmp_path / "base"))
     model = load_causal_lm(base)
-    adapter = add_adapter(model, base, RANK, ALPHA)
+    adapter = add_adapter(model, base, LoraConfig(rank=RANK, alpha=ALPHA))
     learn(model, steps=2)
     save_adapter(adapter, tiny.tokenizer(), tmp_path / "adapter")
     save_policy(model, tiny.tokenizer(), tmp_path / "merged", adapter)
@@ -117,7 +118,7 @@ def test_an_adapter_on_an_adapter_loads_as_one_merged_model(tmp_path: Path) -> N
     below = tmp_path / "base"
     for name in ("first", "second"):
         model = load_causal_lm(below)
-        adapter = add_adapter(model, str(below), RANK, ALPHA, seed=len(name))
+        adapter = add_adapter(model, str(below), LoraConfig(rank=RANK, alpha=ALPHA), len(name))
         learn(model)
         save_adapter(adapter, None, tmp_path / name)
         below = tmp_path / name

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from quartet.config.models import LoraConfig
 from quartet.errors import ModelError
 from quartet.models.weights.lora import add_adapter, matrices_without_adapter
 from tests.architectures import models
@@ -15,7 +16,7 @@ from tests.unit.models.adapters import ALPHA, RANK, learn
 
 def adapted(kind: str, *target_modules: str) -> Any:
     model = models.causal_lm(kind)
-    add_adapter(model, "base", RANK, ALPHA, target_modules)
+    add_adapter(model, "base", LoraConfig(rank=RANK, alpha=ALPHA, target_modules=target_modules))
     return model
 
 

@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 import transformers
 
+from quartet.config.models import LoraConfig
 from quartet.errors import StorageFailed
 from quartet.models.hf_logging import suppress_hf_logging
 from quartet.models.training.optimizer import create_optimizer, snapshot_optimizer
@@ -76,7 +77,7 @@ def test_all_weights_except_frozen_ones_are_copied() -> None:
 def test_an_adapter_and_its_merged_model_are_written_as_of_the_snapshot(kind: str, tmp_path: Path) -> None:
     model = load_causal_lm(tiny.saved(tiny.causal(kind), tmp_path / "m"))
     base = {name: value.clone() for name, value in model.state_dict().items()}
-    adapter = add_adapter(model, "base", 2, 8.0)
+    adapter = add_adapter(model, "base", LoraConfig(rank=2, alpha=8.0))
     disturb(model)
     factors = {name: value.clone() for name, value in model.state_dict().items() if ".lora_" in name}
     snapshots = adapter.snapshot_merged(), adapter.snapshot()
@@ -101,7 +102,7 @@ def test_an_adapter_and_its_merged_model_are_written_as_of_the_snapshot(kind: st
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_critic_and_its_head_are_written_as_of_the_snapshot(adapted: bool, tmp_path: Path) -> None:
     critic = load_critic(tiny.saved(tiny.classifier("llama"), tmp_path / "m"))
-    adapter = add_adapter(critic.backbone, "base", 2, 4.0) if adapted else None
+    adapter = add_adapter(critic.backbone, "base", LoraConfig(rank=2, alpha=4.0)) if adapted else None
     state = {name: value.clone() for name, value in critic.head.state_dict().items()}
     before = written(critic.snapshot(adapter), tmp_path / "before")
     late = critic.snapshot(adapter), *([critic.snapshot_adapter(adapter)] if adapter else [])
@@ -144,7 +145,7 @@ def small_files(size: int) -> Iterator[None]:
 @pytest.mark.parametrize("part", ["weights", "optimizer", "head", "adapter"])
 def test_a_save_that_exceeds_the_file_size_limit_keeps_the_old_directory(part: str, tmp_path: Path) -> None:
     critic = load_critic(tiny.saved(tiny.causal("llama"), tmp_path / "m"))
-    adapter = add_adapter(critic.backbone, "base", 2, 4.0) if part == "adapter" else None
+    adapter = add_adapter(critic.backbone, "base", LoraConfig(rank=2, alpha=4.0)) if part == "adapter" else None
     writers: dict[str, Callable[[], Writer]] = {
         "weights": lambda: snapshot_model(critic.backbone),
         "optimizer": lambda: snapshot_optimizer(create_optimizer(critic, 0.1)),

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 import transformers
 
+from quartet.config.models import LoraConfig
 from quartet.contract.generation import SamplingParameters
 from quartet.errors import ModelError
 from quartet.model_files.weight_files import INDEX_FILE, read_headers
@@ -122,7 +123,7 @@ def test_a_tower_that_the_text_pass_reads_is_frozen(tmp_path: Path) -> None:
     frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
     assert frozen
     assert all(name.startswith("model.audio_tower.") for name in frozen)
-    adapter = add_adapter(model, "base", 2, 4.0)
+    adapter = add_adapter(model, "base", LoraConfig(rank=2, alpha=4.0))
     assert len(list(adapter.linear_layers())) == 2 * 7
 
 
@@ -174,7 +175,7 @@ def test_tensors_that_transformers_ignores_are_exported_unchanged(tmp_path: Path
 def test_a_merged_adapter_is_exported_with_the_towers(tmp_path: Path) -> None:
     source = saved("qwen3_5", tmp_path / "source")
     model = load_causal_lm(str(source))
-    adapter = add_adapter(model, str(source), 2, 4.0)
+    adapter = add_adapter(model, str(source), LoraConfig(rank=2, alpha=4.0))
     for parameter in adapter.parameters():
         torch.nn.init.normal_(parameter)
     write_model(tmp_path / "adapter", adapter.snapshot())

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 
+from quartet.config.models import LoraConfig
 from quartet.errors import ConfigError
 from quartet.model_files.shape import ModelShape, model_shape
 from quartet.models.training.update_memory import saved_bytes
@@ -205,7 +206,7 @@ def test_an_engine_that_drops_tokens_keeps_a_window_and_the_torch_engine_all() -
 )
 def test_the_parameters_of_adapters_equal_those_of_the_trained_modules(kind: str) -> None:
     model = build(kind, torch.float32)
-    add_adapter(model, "base", 4, 8.0)
+    add_adapter(model, "base", LoraConfig(rank=4, alpha=8.0))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert shape(kind).lora_parameters(4) == trained
 

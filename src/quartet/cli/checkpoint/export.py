@@ -100,7 +100,7 @@ def _loaded(files: RunFiles, checkpoint: Checkpoint, ema: bool) -> list[Writer]:
             f"{files.config}: actor.lora is null, but checkpoint {checkpoint.path} holds an adapter; restore actor.lora"
         )
     model = load_causal_lm(actor.model, actor.dtype)
-    adapter = add_adapter(model, actor.model, lora.rank, lora.alpha, lora.target_modules)
+    adapter = add_adapter(model, actor.model, lora)
     adapter.read(policy)
     if ema:
         apply_average(model, policy)

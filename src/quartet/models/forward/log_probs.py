@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quartet.model_files.memory import logit_rows
 from quartet.models.forward.batching import MicroBatch
+from quartet.models.forward.lora_dropout import dropout_off
 from quartet.models.forward.model_capabilities import backbone, device_of, vocabulary_size
 from quartet.models.forward.onednn_linear import same_linear
 from quartet.models.forward.packing import hidden_states, logits_at_positions, select_positions
@@ -88,7 +89,8 @@ def _token_outputs(
 def head_is_separate(model: Any) -> bool:
     """Return whether the logits are exactly the head's output for the last hidden states. Each model is tried once."""
     if model not in _head_checks:
-        _head_checks[model] = _compare_head(model)
+        with dropout_off(model):
+            _head_checks[model] = _compare_head(model)
     return _head_checks[model]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from quartet.config.models import LoraConfig
 from quartet.contract.generation import EngineProperties
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.torch_settings import torch_threads
@@ -38,17 +39,17 @@ def try_small_model(threads: int) -> EngineProperties:
 def try_model(
     model: str,
     dtype: str,
-    adapter: tuple[int, float, tuple[str, ...]] | None,
+    adapter: LoraConfig | None,
     merge_adapter: bool,
     max_concurrent_sequences: int,
     threads: int,
 ) -> EngineProperties:
     """Return what the torch engine declares with a checkpoint on this machine's CPU. Raises ModelError.
 
-    ``adapter``: rank, alpha and target modules of the LoRA adapter that is trained.
+    ``adapter``: settings of the LoRA adapter that is trained.
     """
     with torch_threads(threads):
         loaded = load_causal_lm(model, dtype)
-        added = add_adapter(loaded, model, *adapter, seed=0) if adapter is not None else None
+        added = add_adapter(loaded, model, adapter) if adapter is not None else None
         merged = added if merge_adapter else None
         return TorchEngine(loaded, frozenset(), max_concurrent_sequences, merged=merged).properties

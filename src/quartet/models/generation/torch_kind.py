@@ -33,10 +33,7 @@ def load_detached(config: Config, device: str) -> tuple[DetachedTorchEngine, Ser
 
     actor, rollout = config.actor, config.rollout
     model = load_causal_lm(actor.model, actor.dtype, device)
-    lora = actor.lora
-    adapter = (
-        add_adapter(model, actor.model, lora.rank, lora.alpha, lora.target_modules, config.run.seed) if lora else None
-    )
+    adapter = add_adapter(model, actor.model, actor.lora, config.run.seed) if actor.lora else None
     tokenizer = load_tokenizer(actor.model)
     served = served_model(model, stop_token_ids(model, tokenizer), token_decoder(tokenizer))
     engine = DetachedTorchEngine(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from quartet.errors import ComputationFailed, ModelError
+from quartet.models.weights.lora import plus_parameters
 from quartet.models.weights.saved_state import Part, SavedState, StateFile
 from quartet.models.weights.snapshot import Writer, host_copy
 from quartet.models.workers.workers import SINGLE, Workers
@@ -25,6 +26,8 @@ _STEPPING = {"policy": "actor.stepping", "value": "critic.stepping"}
 _STEPPED = {"policy": "actor.stepped", "value": "critic.stepped"}
 _MASTER_WEIGHT = "master"
 """Name of a master weight in the file, next to AdamW's names of its moments."""
+_RATIO = "learning_rate_ratio"
+"""Entry of a group of parameters with another learning rate."""
 
 
 class MasterWeightAdamW(torch.optim.AdamW):
@@ -171,25 +174,33 @@ def create_optimizer(
     weight_decay: float = 0.0,
     kind: Callable[..., MasterWeightAdamW] = MasterWeightAdamW,
     offload: bool = False,
+    lora_ratio: float = 1.0,
 ) -> MasterWeightAdamW:
     """Create AdamW over the parameters that require gradients, without weight decay on biases and norms (one dimension).
 
-    ``kind``: class of the optimizer, with the parameters of ``MasterWeightAdamW``. ``offload``: see there.
+    ``kind``: class of the optimizer, with the parameters of ``MasterWeightAdamW``. ``offload``: see there. ``lora_ratio``: factor
+    of the learning rate of the matrices B of an adapter (LoRA+).
     Uses the fused kernel: one pass over each parameter, bit-identical for the same number of threads.
     """
+    scaled = plus_parameters(model) if lora_ratio != 1 else set()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim > 1 and p not in scaled], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1 and p not in scaled], "weight_decay": 0.0},
     ]
+    if scaled:
+        every = [p for p in parameters if p in scaled]
+        groups.append(
+            {"params": every, "weight_decay": weight_decay, _RATIO: lora_ratio, "lr": learning_rate * lora_ratio}
+        )
     groups = [group for group in groups if group["params"]]
     return kind(groups, offload=offload, lr=learning_rate, betas=betas, eps=eps, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the learning rate of the next steps for every parameter."""
+    """Set the learning rate of the next steps for every parameter. Groups with a ratio get a multiple of it."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get(_RATIO, 1.0)
 
 
 def apply_gradients(

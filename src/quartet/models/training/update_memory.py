@@ -18,6 +18,7 @@ from quartet.errors import ModelError
 from quartet.model_files.memory import LOGIT_COPIES, MEMORY_FRACTION, training_state
 from quartet.models.forward.batching import MicroBatch, build_micro_batch
 from quartet.models.forward.log_probs import EntropyUse, forward_log_probs, logit_chunk_tokens
+from quartet.models.forward.lora_dropout import dropout, masks_of
 from quartet.models.forward.model_capabilities import device_of, vocabulary_size
 from quartet.models.forward.packing import supports_packing
 from quartet.models.forward.scoring import forward_values
@@ -89,7 +90,9 @@ def activations_saved_by(model: Any, forward: Forward, longest: int, workers: Wo
 
     def trial(times: int, factor: int) -> tuple[int, int]:
         micro_batch = trial_batch(model, lengths * times, factor)
-        return saved_bytes(model, lambda: forward(micro_batch), workers), micro_batch.input_ids.numel()
+        with dropout(masks_of(model), ("trial",), micro_batch):
+            saved = saved_bytes(model, lambda: forward(micro_batch), workers)
+        return saved, micro_batch.input_ids.numel()
 
     (once, tokens), (twice, _), (longer, _) = trial(1, 1), trial(2, 1), trial(1, 2)
     # Both have twice the tokens of the first. ``longer`` also has sequences twice as long.

@@ -19,6 +19,7 @@ from quartet.contract.update import Experience, OptimizationSettings, PolicyLoss
 from quartet.errors import ComputationFailed, QuartetError
 from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
+from quartet.models.forward.lora_dropout import dropout, masks_of
 from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.scoring import forward_values
 from quartet.models.training.mini_batches import MetricSums, MiniBatch, MiniBatchIterator, UpdateStats
@@ -62,8 +63,9 @@ def update_policy(
     ``loss_function`` is the function that ``loss.policy_loss`` names. ``select_tokens``, ``needs_old_log_probs`` and
     ``uses_geometric_mean`` are as in its ``PolicyLossSpec``. The trainer computes the old log-probs in the micro-batches of the
     first epoch, before the first optimizer step, so the ratio starts at exactly 1. With ``loss.old_log_probs`` "rollout" they are
-    those of the experience instead. A mini-batch without a token under ``actor_mask`` that is not rejected takes no step. The
-    result does not depend on ``max_tokens``, which limits a micro-batch, pads included. Except at the first step, the update ends
+    those of the experience instead. With dropout of an adapter they get a pass of their own, without dropout. A mini-batch
+    without a token under ``actor_mask`` that is not rejected takes no step. The result does not depend on ``max_tokens``, which
+    limits a micro-batch, pads included. Except at the first step, the update ends
     at a mini-batch whose mean KL(old || new) over its masked tokens exceeds ``loss.target_kl`` (Spinning Up's target_kl, without
     its factor of 1.5).
     With 0 epochs it only runs one forward pass. The ``workers`` share each mini-batch. All of them return the same metrics, those
@@ -128,23 +130,27 @@ def update_value(
     """
     batches = MiniBatchIterator(value_model, experience, settings, max_tokens, workers)
     old_values, returns = batches.tensor(experience.values), batches.tensor(experience.returns)
-    own = batches.own_tokens()
+    own, masks = batches.own_tokens(), masks_of(value_model)
     stats = UpdateStats()
     if settings.num_epochs:
         set_learning_rate(optimizer, settings.learning_rate)
         optimizer.zero_grad(set_to_none=True)
 
     for epoch in range(settings.num_epochs):
-        for mini_batch in batches.mini_batches(epoch):
+        for index, mini_batch in enumerate(batches.mini_batches(epoch)):
             count = mini_batch.policy_tokens
             losses, seen = [], MetricSums()
+            key = ("value", settings.seed, batches.step, epoch, index)
             for micro_batch, counts in mini_batch.share:
-                values = workers.forward(partial(forward_values, value_model, micro_batch))
-                token_indices, values = own.select(micro_batch.token_indices, values)
-                result = value_loss(values, old_values[token_indices], returns[token_indices], loss.value_clip, count)
-                # The sum of no values: 0 times a value that is not finite would be NaN.
-                total = result.loss if counts else values[:0].sum()
-                total.backward()  # type: ignore[no-untyped-call]
+                with dropout(masks, key, micro_batch):
+                    values = workers.forward(partial(forward_values, value_model, micro_batch))
+                    token_indices, values = own.select(micro_batch.token_indices, values)
+                    result = value_loss(
+                        values, old_values[token_indices], returns[token_indices], loss.value_clip, count
+                    )
+                    # The sum of no values: 0 times a value that is not finite would be NaN.
+                    total = result.loss if counts else values[:0].sum()
+                    total.backward()  # type: ignore[no-untyped-call]
                 losses.append(total)
                 if counts:
                     seen.add(value_loss=result.loss, clipped=result.clipped_tokens)
@@ -176,7 +182,8 @@ def _take_policy_steps(
             if count == 0:
                 continue
             order = partial(selection_order, settings.seed, batches.step, epoch, index)
-            losses, seen = policy.backward(mini_batch, index in observed, order)
+            key = ("policy", settings.seed, batches.step, epoch, index)
+            losses, seen = policy.backward(mini_batch, index in observed, order, key)
             if loss.target_kl and stats.steps and seen["approx_kl"] / count > loss.target_kl:
                 optimizer.zero_grad(set_to_none=True)
                 return
@@ -206,6 +213,7 @@ class _PolicyExperience:
     ) -> None:
         self._workers, self._select_tokens, self._needs_old = workers, select_tokens, needs_old_log_probs
         self._model, self._loss, self._loss_function = model, loss, loss_function
+        self._masks = masks_of(model)
         self._actor_mask = experience.actor_mask
         self._advantages = batches.tensor(experience.advantages)
         self._reference, self._rollout = (
@@ -247,16 +255,21 @@ class _PolicyExperience:
 
         Return the indices of the mini-batches whose own forward pass with gradients provides the log-probs.
         """
-        if self.knows_old:
+        if self.knows_old and self._masks is None:
             return range(len(mini_batches))
         # The first mini-batch with a step is computed at the old weights, so its forward pass also provides the old log-probs,
-        # unless the loss or its weights need them before it.
+        # unless the loss or its weights need them before it. A pass with dropout provides neither them nor observations.
         counts = map(self.masked_tokens, mini_batches)
         first = next((index for index, count in enumerate(counts) if count), len(mini_batches))
-        if self._weights.needs_old_log_probs or not all(map(self._in_time, mini_batches[first : first + 1])):
+        if (
+            self._masks is not None
+            or self._weights.needs_old_log_probs
+            or not all(map(self._in_time, mini_batches[first : first + 1]))
+        ):
             self.recompute(mini_batches, skip_non_finite)
             self.exchange_old()
-            self._weights.prepare(self._observed)
+            if not self.knows_old:
+                self._weights.prepare(self._observed)
             self._actor_mask = self._weights.mask.cpu().numpy()
             return range(0)
         self.recompute(mini_batches[:first] + mini_batches[first + 1 :], skip_non_finite)
@@ -309,13 +322,13 @@ class _PolicyExperience:
         )
 
     def backward(
-        self, mini_batch: MiniBatch, observe: bool, order: RandomOrder
+        self, mini_batch: MiniBatch, observe: bool, order: RandomOrder, key: tuple[object, ...]
     ) -> tuple[list[torch.Tensor], MetricSums]:
         """Add the mini-batch's gradients to the model's. Return the loss [] of each micro-batch of this rank, and metrics of all
         ranks.
 
         ``observe``: this forward pass provides the trainer's log-probs and the entropy. ``order(n)`` returns a random order of n
-        tokens, for a selection.
+        tokens, for a selection. ``key`` identifies the mini-batch, for dropout.
         """
         loss, losses, seen = self._loss, [], MetricSums()
         failure: QuartetError | None = None
@@ -329,26 +342,27 @@ class _PolicyExperience:
         if not is_first:
             self._select(mini_batch, order)
         for micro_batch, counts in mini_batch.share:
-            entropy_use: EntropyUse = "train" if loss.entropy_coefficient else "report" if observe else "none"
-            log_probs, entropies = self._forward(micro_batch, entropy_use)
-            if counts and observe:
-                self._remember(micro_batch, log_probs.detach(), entropies)
-                if is_first and self._needs_old:
-                    self._select(mini_batch, order)
-            total: torch.Tensor | None = None
-            if counts and failure is None:
-                try:
-                    total, result = self._total_loss(micro_batch, log_probs, entropies, seen)
-                    seen.add(policy_loss=result.loss, clipped=result.clipped_tokens, approx_kl=result.approx_kl_sum)
-                except QuartetError as error:
-                    if self._workers.size == 1:
-                        raise
-                    # This rank may be the only one with an error, and the others wait for its part of their passes.
-                    failure = error
-            if total is None:
-                # The sum of no values: 0 times a value that is not finite would be NaN.
-                total = log_probs[:0].sum()
-            total.backward()  # type: ignore[no-untyped-call]
+            with dropout(self._masks, key, micro_batch):
+                entropy_use: EntropyUse = "train" if loss.entropy_coefficient else "report" if observe else "none"
+                log_probs, entropies = self._forward(micro_batch, entropy_use)
+                if counts and observe:
+                    self._remember(micro_batch, log_probs.detach(), entropies)
+                    if is_first and self._needs_old:
+                        self._select(mini_batch, order)
+                total: torch.Tensor | None = None
+                if counts and failure is None:
+                    try:
+                        total, result = self._total_loss(micro_batch, log_probs, entropies, seen)
+                        seen.add(policy_loss=result.loss, clipped=result.clipped_tokens, approx_kl=result.approx_kl_sum)
+                    except QuartetError as error:
+                        if self._workers.size == 1:
+                            raise
+                        # This rank may be the only one with an error, and the others wait for its part of their passes.
+                        failure = error
+                if total is None:
+                    # The sum of no values: 0 times a value that is not finite would be NaN.
+                    total = log_probs[:0].sum()
+                total.backward()  # type: ignore[no-untyped-call]
             losses.append(total)
         self._workers.raise_on_all(failure)
         return losses, seen.over(self._workers, "policy_loss", "clipped", "approx_kl", *MASKED_SUMS)

@@ -1,11 +1,11 @@
 """LoRA with peft: low-rank adapters on a frozen model (Hu et al. 2021, "LoRA").
 
-A linear layer with weight W computes W x + (alpha / rank) B A x, and only A and B are trained. peft replaces layers of the model
-in place, so callers keep using the same model object and class.
+A linear layer with weight W computes W x + s B A x, and only A and B are trained. The scaling s is alpha / rank, or alpha / √rank
+with rsLoRA. peft replaces layers of the model in place, so callers keep using the same model object and class.
 
 Mixture-of-experts models keep the weights of all experts of a layer in one parameter, [experts, outputs, inputs] or
-[experts, inputs, outputs]. Each expert gets its own A and B. peft adds (alpha / rank) B A to such a parameter during the forward
-pass, in the model's dtype.
+[experts, inputs, outputs]. Each expert gets its own A and B. peft adds s B A to such a parameter during the forward pass, in the
+model's dtype.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from quartet.config.models import LoraConfig
 from quartet.errors import ModelError
 from quartet.model_files.adapter_files import CONFIG_FILE
+from quartet.models.forward.lora_dropout import DropoutMasks, TokenDropout
 from quartet.models.weights.snapshot import Writer, host_copy, host_state
 from quartet.models.weights.towers import unloaded_tensors
 from quartet.planner.meta_model import is_linear
@@ -73,7 +75,7 @@ class Adapter:
             yield
 
     def snapshot_merged(self) -> Writer:
-        """Copy the merged weights W + (alpha / rank) B A. The returned writer writes the model in Hugging Face format.
+        """Copy the merged weights W + s B A. The returned writer writes the model in Hugging Face format.
 
         The model itself is unchanged.
         """
@@ -113,7 +115,7 @@ class Adapter:
                 )
 
     def matrices(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield each layer's name, A [rank, inputs], and B [outputs, rank] times alpha / rank, as fp32 copies in host memory.
+        """Yield each layer's name, A [rank, inputs], and B [outputs, rank] times the scaling, as fp32 copies in host memory.
 
         Raises ModelError if a parameter of experts has an adapter, which has no single A and B.
         """
@@ -189,8 +191,12 @@ class Adapter:
 
     @property
     def alpha(self) -> float:
-        """Scale of the adapter, times the rank."""
-        return float(self._peft.peft_config[_NAME].lora_alpha)
+        """Scaling of the adapter, times the rank. With rsLoRA it is not the alpha of the config.
+
+        Engines divide it by the rank, so they need not know how the scaling is defined.
+        """
+        settings = self._peft.peft_config[_NAME]
+        return float(settings.lora_alpha) * (math.sqrt(settings.r) if settings.use_rslora else 1.0)
 
     @property
     def target_modules(self) -> tuple[str, ...]:
@@ -215,28 +221,33 @@ class Adapter:
         return result
 
 
-def add_adapter(
-    model: Any, base: str, rank: int, alpha: float, target_modules: Sequence[str] = (), seed: int = 0
-) -> Adapter:
+def add_adapter(model: Any, base: str, lora: LoraConfig, seed: int = 0) -> Adapter:
     """Add an adapter to a transformers model and freeze everything else. B starts at 0, so the model's outputs do not change.
 
-    ``base`` is the checkpoint's name or path. ``target_modules`` are full names of linear layers and of parameters of experts, or
-    their last parts (``q_proj``, ``experts.down_proj``). Defaults to every linear layer except the vocabulary projection, and all
-    experts. A starts uniform in ±1/√inputs, as in peft, from a random stream of (seed, name of the layer). Raises ModelError if a
-    name matches neither.
+    ``base`` is the checkpoint's name or path. The target modules of ``lora`` are full names of linear layers and of parameters of
+    experts, or their last parts (``q_proj``, ``experts.down_proj``). Defaults to every linear layer except the vocabulary
+    projection, and all experts. A starts uniform in ±1/√inputs, as in peft, from a random stream of (seed, name of the layer).
+    Raises ModelError if a name matches neither, or if experts would have dropout.
     """
     import peft
 
-    layers, parameters = _targets(model, target_modules)
+    layers, parameters = _targets(model, lora.target_modules)
     if parameters:
         # See _EXPERT_NAMES.
         renamed = {name for name in layers if name.rpartition(".")[2] in _EXPERT_NAMES}
         layers -= renamed
         parameters |= {f"{name}.weight" for name in renamed}
+    if parameters and lora.dropout:
+        raise ModelError(
+            f"lora.dropout {lora.dropout:g}: the adapter of {min(parameters)} is added to a parameter and has no inputs to drop; "
+            "set lora.target_modules to linear layers outside the experts, or lora.dropout 0"
+        )
     settings = peft.LoraConfig(
-        r=rank,
+        r=lora.rank,
         # peft's type is int, but its formula accepts any number. Integral values are written as int, as other tools do.
-        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]
+        lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,  # type: ignore[arg-type]
+        use_rslora=lora.rslora,
+        lora_dropout=lora.dropout,
         target_modules=sorted(_short_names(layers, {name for name, _ in model.named_modules()}, 1)),
         target_parameters=sorted(_short_names(parameters, {name for name, _ in model.named_parameters()}, 2)) or None,
         task_type="FEATURE_EXTRACTION" if model.get_output_embeddings() is None else "CAUSAL_LM",
@@ -256,7 +267,16 @@ def add_adapter(
                 -bound, bound, generator=_generator(seed, name.removesuffix(".weight"))
             )
             matrix.copy_(start)
+    if lora.dropout:
+        masks = DropoutMasks()
+        for name, layer in _layers(model).items():
+            layer.lora_dropout[_NAME] = TokenDropout(lora.dropout, name.removesuffix(".weight"), masks)
     return adapter
+
+
+def plus_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of the adapter that have another learning rate with LoRA+: the matrices B."""
+    return {parameter for name, parameter in model.named_parameters() if ".lora_B." in name}
 
 
 def matrices_without_adapter(model: Any) -> list[str]:

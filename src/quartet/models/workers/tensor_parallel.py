@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quartet.errors import ModelError
+from quartet.models.forward.lora_dropout import TokenDropout
 from quartet.models.forward.model_capabilities import backbone, device_of, vocabulary_size
 from quartet.models.forward.packing import TOLERANCE, hidden_states
 from quartet.models.value_head import ValueModel
@@ -181,6 +182,9 @@ class _Slicer:
         group = self._group
         factors = {name: getattr(layer, name, {}) for name in ("lora_A", "lora_B")}
         self._partial.update(factor.weight for each in factors.values() for factor in each.values())
+        for dropout in getattr(layer, "lora_dropout", {}).values():
+            if sliced == "lora_A" and isinstance(dropout, TokenDropout):
+                dropout.first_feature = group.bounds(_linear(layer).in_features)[0]
         for factor in factors[sliced].values():
 
             def compute(_: Any, x: Tensor, factor: Any = factor) -> Tensor:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.config.models import LoraConfig
 from quartet.contract.generation import GenerationRequest
 from quartet.contract.trajectory import Trajectory
 from quartet.models.generation import decode_slots
@@ -84,7 +85,7 @@ def test_the_engine_declares_what_the_trial_found(engine: TorchEngine) -> None:
 
 def test_an_adapter_keeps_the_bits_independent_of_the_batch() -> None:
     model = tiny.causal("llama", max_position_embeddings=256)
-    add_adapter(model, "base", rank=2, alpha=64.0, seed=0)
+    add_adapter(model, "base", LoraConfig(rank=2, alpha=64.0), 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

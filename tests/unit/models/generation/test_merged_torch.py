@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from quartet.config.models import LoraConfig
 from quartet.contract.generation import SamplingParameters
 from quartet.contract.trajectory import Trajectory
 from quartet.errors import ModelError
@@ -116,7 +117,7 @@ def test_in_half_precision_the_merged_weights_are_rounded_once() -> None:
 def tiny_adapter(model: Any) -> Any:
     from quartet.models.weights.lora import add_adapter
 
-    adapter = add_adapter(model, "base", 3, 12.0)
+    adapter = add_adapter(model, "base", LoraConfig(rank=3, alpha=12.0))
     with torch.no_grad():
         for parameter in adapter.parameters():
             parameter.normal_(0, 0.1)

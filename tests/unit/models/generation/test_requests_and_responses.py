@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.config.models import LoraConfig
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.random_streams import engine_seed
 from quartet.contract.trajectory import FinishReason, TrajectoryId
@@ -29,7 +30,7 @@ SAMPLING = SamplingParameters(4, temperature=0.7, top_k=5, top_p=0.9)
 
 def policy(kind: str = "llama", adapter: bool = False) -> Policy:
     model = tiny.causal(kind)
-    added = add_adapter(model, "base", rank=2, alpha=3.0) if adapter else None
+    added = add_adapter(model, "base", LoraConfig(rank=2, alpha=3.0)) if adapter else None
     stops = frozenset({tiny.EOS, 7})
     return Policy(model, tiny.tokenizer(), added, served_model(model, stops))
 
@@ -109,9 +110,11 @@ def test_an_adapter_of_unsupported_layers_is_refused() -> None:
 def test_adapters_of_query_key_and_value_must_come_together() -> None:
     for targets in (["q_proj", "v_proj"], ["model.layers.0.self_attn.k_proj", "o_proj"]):
         with pytest.raises(ModelError, match="supports adapters of q_proj, k_proj, v_proj only together"):
-            lora_tensors(add_adapter(tiny.causal("llama"), "base", 2, 3.0, targets))
+            lora_tensors(
+                add_adapter(tiny.causal("llama"), "base", LoraConfig(rank=2, alpha=3.0, target_modules=targets))
+            )
     for targets in (["q_proj", "k_proj", "v_proj"], ["o_proj", "up_proj"]):
-        lora_tensors(add_adapter(tiny.causal("llama"), "base", 2, 3.0, targets))
+        lora_tensors(add_adapter(tiny.causal("llama"), "base", LoraConfig(rank=2, alpha=3.0, target_modules=targets)))
 
 
 def test_the_engine_seed_depends_on_the_trajectory_id() -> None:

@@ -11,6 +11,7 @@ import structlog
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quartet.config.models import LoraConfig
 from quartet.contract.generation import SamplingParameters
 from quartet.contract.trajectory import Trajectory
 from quartet.errors import Cancelled, ComputationFailed
@@ -107,7 +108,7 @@ def test_half_precision_models_are_supported(dtype: torch.dtype) -> None:
 def test_decoding_uses_the_adapter() -> None:
     model, requests = tiny.causal("llama"), tiny.requests(8)
     plain = tokens(tiny.generated(static(model), requests))
-    add_adapter(model, "base", rank=2, alpha=64.0, seed=0)
+    add_adapter(model, "base", LoraConfig(rank=2, alpha=64.0), 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from quartet.config.models import LoraConfig
 from quartet.models.generation import trial as module
 from quartet.models.generation.machine_trial import try_model, try_small_model
 from quartet.models.generation.static_decoding import StaticDecoder
@@ -96,7 +97,7 @@ def test_the_trial_of_a_checkpoint_is_that_of_its_engine(tmp_path: Path) -> None
     threads = torch.get_num_threads()
     tried = try_model(folder, "float32", None, False, 8, threads)
     assert tried == TorchEngine(model, frozenset(), 8).properties
-    assert try_model(folder, "float32", (2, 4.0, ()), True, 8, threads).trial_digest != ""
+    assert try_model(folder, "float32", LoraConfig(rank=2, alpha=4.0), True, 8, threads).trial_digest != ""
 
 
 def test_the_small_model_of_the_doctor_has_a_result() -> None:

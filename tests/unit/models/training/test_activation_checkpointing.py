@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import FalconConfig, FalconForCausalLM
 
+from quartet.config.models import LoraConfig
 from quartet.contract.update import ValueLossSettings
 from quartet.models.forward.packing import supports_packing
 from quartet.models.training.activation_checkpointing import activation_checkpointing, count_checkpointed_layers
@@ -52,7 +53,7 @@ def test_an_update_with_checkpointing_is_bit_identical(kind: str, trained: str, 
     policy = tiny.causal(kind, seed=1)
     model = policy if trained == "policy" else ValueModel.of_causal_lm(policy)
     if lora:
-        add_adapter(policy if trained == "policy" else policy.base_model, "base", 2, 4.0)
+        add_adapter(policy if trained == "policy" else policy.base_model, "base", LoraConfig(rank=2, alpha=4.0))
     assert supports_packing(model) is PACKED.get(kind, False)
     (expected, weights), (recomputed, same) = update(model, False), update(model, True)
     assert recomputed == expected
@@ -65,7 +66,7 @@ def test_an_update_with_checkpointing_is_bit_identical(kind: str, trained: str, 
 def test_checkpointing_saves_fewer_bytes(kind: str, lora: bool) -> None:
     model = tiny.causal(kind, num_hidden_layers=4)
     if lora:
-        add_adapter(model, "base", 2, 4.0)
+        add_adapter(model, "base", LoraConfig(rank=2, alpha=4.0))
     ids = torch.arange(40)[None] % tiny.VOCABULARY
 
     def forward() -> Any:

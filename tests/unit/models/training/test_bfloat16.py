@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.config.models import LoraConfig
 from quartet.contract.generation import SamplingParameters
 from quartet.contract.trajectory import TokenBatch
 from quartet.models.forward.packing import supports_packing
@@ -108,7 +109,7 @@ def test_an_update_is_close_to_that_of_float32_and_reproducible() -> None:
 def test_an_adapter_learns_at_rates_below_the_resolution_of_bfloat16_weights() -> None:
     model = full_and_half("llama")[1]
     data = dataclasses.replace(updates.experience(model), actor_mask=np.ones(sum(updates.RESPONSES), np.float32))
-    adapter = add_adapter(model, "base", rank=2, alpha=4.0, seed=0)
+    adapter = add_adapter(model, "base", LoraConfig(rank=2, alpha=4.0), 0)
     trained = {name: p.detach().clone() for name, p in adapter.model.named_parameters() if p.requires_grad}
     assert {p.dtype for p in trained.values()} == {torch.float32}
     optimization = updates.settings(num_epochs=3, num_mini_batches=1, learning_rate=1e-6)

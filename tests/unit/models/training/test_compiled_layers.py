@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from quartet.config.models import LoraConfig
 from quartet.contract.update import ValueLossSettings
 from quartet.errors import ConfigError
 from quartet.models.forward import onednn_linear
@@ -88,7 +89,7 @@ def model_of(kind: str, trained: str = "policy", lora: bool = False, num_hidden_
     policy = tiny.causal(kind, seed=1, num_hidden_layers=num_hidden_layers)
     model = policy if trained == "policy" else ValueModel.of_causal_lm(policy)
     if lora:
-        add_adapter(policy if trained == "policy" else policy.base_model, "base", 2, 4.0)
+        add_adapter(policy if trained == "policy" else policy.base_model, "base", LoraConfig(rank=2, alpha=4.0))
     return model
 
 

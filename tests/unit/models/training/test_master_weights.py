@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from quartet.config.models import LoraConfig
 from quartet.contract.update import ValueLossSettings
 from quartet.errors import ModelError
 from quartet.models.training.optimizer import MasterWeightAdamW, apply_gradients, create_optimizer, load_optimizer
@@ -120,7 +121,7 @@ def test_frozen_parameters_have_no_master_weight_and_do_not_change() -> None:
 
 def test_adapters_and_value_heads_are_float32_and_have_no_copy(tmp_path: Path) -> None:
     model = half_precision_model()
-    add_adapter(model, "base", rank=2, alpha=4.0)
+    add_adapter(model, "base", LoraConfig(rank=2, alpha=4.0))
     assert not create_optimizer(model, 0.1).parameter_of_master_weight
     critic = load_critic(tiny.saved(tiny.classifier("llama"), tmp_path / "m"), dtype="bfloat16")
     optimizer = create_optimizer(critic, 0.1)

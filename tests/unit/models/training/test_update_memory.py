@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.config.models import LoraConfig
 from quartet.contract.trajectory import TokenBatch
 from quartet.errors import ModelError
 from quartet.model_files.memory import training_state
@@ -93,7 +94,7 @@ def test_attention_scores_that_are_saved_count_per_pair_of_tokens() -> None:
 def test_gradients_and_moments_count_only_trained_parameters() -> None:
     model = tiny.causal("llama")
     assert measure_policy(model, 60, "report").state == 3 * sum(parameter.nbytes for parameter in model.parameters())
-    adapter = add_adapter(model, "base", 2, 4.0)
+    adapter = add_adapter(model, "base", LoraConfig(rank=2, alpha=4.0))
     learned = sum(a.nbytes + b.nbytes for _, a, b in adapter.matrices())
     assert measure_policy(model, 60, "report").state == 3 * learned
 

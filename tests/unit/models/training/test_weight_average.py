@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from quartet.config.models import LoraConfig
 from quartet.errors import ModelError
 from quartet.models.training.optimizer import MasterWeightAdamW, create_optimizer
 from quartet.models.training.updates import update_policy
@@ -25,7 +26,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def trained(dtype: torch.dtype = torch.float32, lora: bool = False) -> tuple[Any, MasterWeightAdamW]:
     model = tiny.causal("llama", initializer_range=0.1).to(dtype)
     if lora:
-        add_adapter(model, "base", 2, 4.0)
+        add_adapter(model, "base", LoraConfig(rank=2, alpha=4.0))
     return model, create_optimizer(model, 1e-2)
 
 

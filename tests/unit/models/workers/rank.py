@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from quartet.config.models import LoraConfig
 from quartet.contract.update import ValueLossSettings
 from quartet.model_files.sharded_files import FOLDER, GROUPS_FILE, rank_file
 from quartet.models.forward.scoring import response_log_probs, response_values
@@ -54,6 +55,7 @@ CASES = (
     "rloo",
     "ppo-lora",
     "rloo-lora",
+    "dropout-lora",
     "value",
     "gpt2",
     "tied",
@@ -94,7 +96,8 @@ def run(case: str, workers: Workers, folder: Path) -> tuple[dict[str, torch.Tens
         model = ValueModel.of_causal_lm(model)
         replicated = list(model.head.parameters())
     if case.endswith("lora"):
-        adapter = add_adapter(model.backbone if case.startswith("value") else model, "base", 4, 8.0)
+        lora = LoraConfig(rank=4, alpha=8.0, dropout=0.3 if case.startswith("dropout") else 0.0)
+        adapter = add_adapter(model.backbone if case.startswith("value") else model, "base", lora)
         replicated += adapter.parameters()
     if case == "bfloat16":
         model = model.bfloat16()
@@ -130,7 +133,10 @@ def run(case: str, workers: Workers, folder: Path) -> tuple[dict[str, torch.Tens
         changes = {"learning_rate": RATE, "skip_non_finite": case == "not-finite", "num_epochs": STEPS - step}
         settings = updates.settings(**changes)
         compiles = case.startswith("compiled") and workers.size > 1
-        with activation_checkpointing(model, case in ("rloo", "compiled-lora")), compiled_layers(model, compiles):
+        with (
+            activation_checkpointing(model, case in ("rloo", "compiled-lora", "dropout-lora")),
+            compiled_layers(model, compiles),
+        ):
             if case.startswith("value"):
                 result = update_value(model, optimizer, data, settings, ValueLossSettings(0.2), 12, workers)
             else:

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from quartet.config.models import LoraConfig
 from quartet.models.training.update_memory import measure_policy, measure_value
 from quartet.models.weights.loading import check_causal_lm, check_critic, load_causal_lm, load_critic
 from quartet.models.weights.lora import add_adapter
@@ -54,7 +55,9 @@ def load(case: str, folder: Path, workers: Workers) -> tuple[Any, list[Any]]:
     kind, _, option = case.partition("-")
     name, dtype = (case, "float32") if option == "adapter" else (kind, "float32" if option == "lora" else option)
     model = load_causal_lm(folder / name, dtype, "cpu", workers)
-    return model, list(add_adapter(model, "base", 2, 4.0, seed=5).parameters()) if option == "lora" else []
+    return model, list(
+        add_adapter(model, "base", LoraConfig(rank=2, alpha=4.0), 5).parameters()
+    ) if option == "lora" else []
 
 
 def state(case: str, folder: Path, workers: Workers) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

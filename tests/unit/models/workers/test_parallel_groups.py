@@ -12,7 +12,19 @@ from tests.unit.models.workers import rank
 from tests.unit.models.workers.test_updates_of_groups import Results, compare_with_one_process, run_group
 
 SHORT = ("ppo", "qwen2-lora")
-CASES = (*SHORT, "rloo", "tied", "rloo-lora", "value", "value-lora", "frozen", "few-tokens", "not-finite", "bfloat16")
+CASES = (
+    *SHORT,
+    "rloo",
+    "tied",
+    "rloo-lora",
+    "dropout-lora",
+    "value",
+    "value-lora",
+    "frozen",
+    "few-tokens",
+    "not-finite",
+    "bfloat16",
+)
 """Cases of llama models but for ``rank.KINDS``: "tied" is all weights of a qwen2 model, with tied embeddings."""
 ARCHITECTURES = ("gpt_neox", "qwen3", "qwen3-lora", "phi3", "phi3-lora")
 """Cases of further styles in the plans of transformers, and of biases."""

@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from quartet.config.models import LoraConfig
 from quartet.models.value_head import ValueModel
 from quartet.models.weights.lora import add_adapter
 from quartet.models.weights.snapshot import write_model
@@ -30,7 +31,7 @@ def load(folder: Path, cases: tuple[str, ...], size: int = SIZE, replicate: int 
     multimodal.model("qwen2_audio").save_pretrained(folder / "qwen2_audio")
     tiny.classifier("llama").save_pretrained(folder / "reward")
     write_model(folder / "critic", ValueModel.of_classifier(tiny.classifier("llama", seed=3)).snapshot())
-    adapter = add_adapter(tiny.causal("llama"), str(folder / "llama"), 2, 4.0, seed=9)
+    adapter = add_adapter(tiny.causal("llama"), str(folder / "llama"), LoraConfig(rank=2, alpha=4.0), 9)
     for parameter in adapter.parameters():
         torch.nn.init.normal_(parameter)
     write_model(folder / "llama-adapter", adapter.snapshot())

@@ -66,6 +66,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Results
 QUICK = (
     *rank.OFFLOADED,
     "rloo-lora",
+    "dropout-lora",
     "value",
     "few-tokens",
     "not-finite",
