@@ -242,8 +242,8 @@ def engines() -> str:
         ("batch-invariant", "The other requests in a batch change no bit of a response."),
         (
             "log-probs",
-            "Distribution of the reported log-probs: whole, truncated by top_k, top_p and min_p, or none. Unless they are whole, "
-            "the trainer computes them.",
+            "Distribution of the reported log-probs: whole, truncated (after penalties, top_k, top_p and min_p), or none. Unless "
+            "they are whole, the trainer computes them.",
         ),
         (
             "weights",

@@ -70,8 +70,8 @@ class SGLangServerEngine(ServerEngine):
         return self._max_tokens
 
     def reports_log_probs(self, sampling: SamplingParameters) -> bool:
-        """Return True: log-probs are those before top_k, top_p and min_p."""
-        return True
+        """Return whether there are no penalties: log-probs are those after them, and before top_k, top_p and min_p."""
+        return sampling.penalties is None
 
     def inspect(self) -> None:
         """Check the settings of the server. Raises ConfigError."""
@@ -124,6 +124,8 @@ class SGLangServerEngine(ServerEngine):
             }
         if sampling.min_p:
             parameters["min_p"] = sampling.min_p
+        if sampling.penalties is not None:
+            parameters |= sampling.penalties.arguments
         if not sampling.ignore_eos:
             parameters["stop_token_ids"] = sorted(self.model.stop_ids)
         body = {

@@ -253,7 +253,7 @@ class TensorRTLLMEngine:
         if sampling.temperature == 0:
             # The C++ sampler counts greedy sampling as top_k 1, whose distribution has one token.
             return "RAW" if self._settings.sampler == "TorchSampler" else None
-        if sampling.truncates:
+        if sampling.reshapes:
             return None
         if sampling.temperature == 1:
             return "RAW"

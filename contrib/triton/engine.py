@@ -218,7 +218,7 @@ class TritonEngine:
         """
         if self._server.weights != "static" or sampling.temperature == 0 or dialect.reports_log_probs(sampling):
             return
-        if sampling.truncates:
+        if sampling.reshapes:
             reason = (
                 "log-probs of a distribution that top_k and top_p truncate; set rollout.top_k 0 and rollout.top_p 1"
             )

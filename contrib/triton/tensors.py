@@ -147,7 +147,7 @@ class TokenDialect(Dialect):
 
     def reports_log_probs(self, sampling: SamplingParameters) -> bool:
         """Return whether the model reports them and nothing is truncated, which ``normalize_log_probs`` would change."""
-        return self._returns_log_probs and sampling.temperature > 0 and not sampling.truncates
+        return self._returns_log_probs and sampling.temperature > 0 and not sampling.reshapes
 
     def receive(self, partial: Partial, outputs: Tensors) -> None:
         """Add new tokens, and log-probs, which a server sends for the new tokens or for all tokens so far."""
@@ -291,7 +291,7 @@ class VllmDialect(Dialect):
 
     def reports_log_probs(self, sampling: SamplingParameters) -> bool:
         """Return whether the log-probs are the same before and after temperature and truncation."""
-        return sampling.temperature in (0, 1) and not sampling.truncates
+        return sampling.temperature in (0, 1) and not sampling.reshapes
 
     def receive(self, partial: Partial, outputs: Tensors) -> None:
         """Add the new tokens, which are the keys of the log-probs, and the finish reason."""

@@ -17,6 +17,7 @@ from quartet.contract.generation import (
     EpisodeSettings,
     GenerationBatch,
     GenerationRequest,
+    Penalties,
     SamplingParameters,
 )
 from quartet.contract.status import Role, ServiceStatus
@@ -233,6 +234,13 @@ samplings = st.builds(
     st.lists(
         st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), min_size=1, max_size=64), max_size=16
     ).map(tuple),
+    st.none()
+    | st.builds(
+        Penalties,
+        st.floats(0, 100, exclude_min=True, allow_subnormal=False),
+        st.floats(-2, 2),
+        st.floats(-2, 2),
+    ),
 )
 _settings = st.floats(0, MAX_SETTING)
 optimizations = st.builds(

@@ -309,6 +309,10 @@ NAN, INFINITY = float("nan"), float("inf")
         {"stop_strings": ["a" * 65]},
         {"stop_strings": ["a\ufffd"]},
         {"stop_strings": ["a"] * 17},
+        {"penalties": {"repetition": 0.0}},
+        {"penalties": {"repetition": 101.0}},
+        {"penalties": {"repetition": 1.0, "presence": 2.1}},
+        {"penalties": {"repetition": 1.0, "frequency": NAN}},
     ],
 )
 def test_sampling_parameters_out_of_range_are_refused(invalid: dict[str, Any]) -> None:

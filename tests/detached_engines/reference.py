@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from quartet.contract.generation import GenerationRequest
+from quartet.contract.generation import GenerationRequest, Penalties
 
 Arrays = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
 
@@ -27,12 +27,21 @@ class Reference:
         assert set(missing.missing_keys) <= {"lm_head.weight"}
         self._model.tie_weights()
 
-    def greedy(self, request: GenerationRequest, limit: int, stop: int) -> list[int]:
+    def greedy(
+        self, request: GenerationRequest, limit: int, stop: int, penalties: Penalties | None = None
+    ) -> list[int]:
         """Return the greedy response, with the stop token."""
         ids = request.prompt_ids.tolist()
         for _ in range(limit):
             with self._torch.no_grad():
-                ids.append(int(self._model(input_ids=self._torch.tensor([ids])).logits[0, -1].argmax()))
+                logits = self._model(input_ids=self._torch.tensor([ids])).logits[0, -1].numpy()
+            response = ids[len(request.prompt_ids) :]
+            if penalties is not None:
+                for token in set(ids):
+                    logits[token] *= 1 / penalties.repetition if logits[token] > 0 else penalties.repetition
+                for token in set(response):
+                    logits[token] -= penalties.presence + penalties.frequency * response.count(token)
+            ids.append(int(logits.argmax()))
             if ids[-1] == stop:
                 break
         return ids[len(request.prompt_ids) :]

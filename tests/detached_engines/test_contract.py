@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.generation import GenerationRequest, Penalties, SamplingParameters
 from quartet.contract.trajectory import TrajectoryId
 from quartet.engines.engine import Engine, EngineResponse
 from quartet.errors import Cancelled, InvalidRequest
@@ -68,6 +68,20 @@ def test_greedy_tokens_are_those_without_cache_and_batching(engine: Engine, fold
     assert tokens(responses) == greedy(folder, VALUES, batch)
     assert [response.request for response in responses] == batch
     assert len({len(response.token_ids) for response in responses}) > 1  # some stopped early
+
+
+@pytest.mark.parametrize("penalties", [Penalties(frequency=-1.0), Penalties(1.2, 0.5, 0.5)])
+def test_greedy_tokens_with_penalties_are_those_of_the_formulas(
+    engine: Engine, folder: Path, penalties: Penalties
+) -> None:
+    batch, reference = requests(8), Reference(folder, VALUES)
+    responses = run(engine, batch, temperature=0.0, penalties=penalties, ignore_eos=True)
+    assert tokens(responses) == [reference.greedy(request, 10, -1, penalties) for request in batch]
+    assert tokens(responses) != tokens(run(engine, batch, temperature=0.0, ignore_eos=True))
+    for response in responses:
+        if response.log_probs is not None:
+            expected = reference.log_probs(response.request, list(response.token_ids), 1.0)
+            assert np.allclose(response.log_probs, expected, atol=1e-3)
 
 
 def test_log_probs_are_those_of_the_whole_distribution_at_the_temperature(engine: Engine, folder: Path) -> None:

@@ -117,6 +117,19 @@ def test_a_completion_ends_with_a_stop_text(
     assert len(stopped) < len(whole)
 
 
+def test_penalties_change_a_completion(chat_model: Path, call: Call) -> None:
+    def completion(*options: str) -> str:
+        result = call("generate", chat_model, "hello", "--json", "--temperature", "0", "--max-tokens", "12", *options)
+        assert result.code == 0, result.err
+        text: str = json.loads(result.out)["completion"]
+        return text
+
+    plain = completion()
+    for option, value in (("repetition", "0.01"), ("presence", "-2"), ("frequency", "-2")):
+        assert completion(f"--{option}-penalty", value) != plain, option
+    assert "--repetition-penalty 0: expected more" in call("generate", "missing", "a", "--repetition-penalty", "0").err
+
+
 def test_stop_texts_have_the_limits_of_the_config(call: Call) -> None:
     result = call("generate", "missing", "hello", "--stop", "a" * 65)
     assert result.code == 2

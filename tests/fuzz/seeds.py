@@ -95,6 +95,7 @@ def _generate(random: Random, state: ServiceState) -> Message:
             top_k=random.choice([0, 5]),
             min_p=0.1,
             stop_strings=["a", "bc"],
+            penalties=random.choice([None, trajectory_pb2.Penalties(repetition=1.1, presence=0.5, frequency=-0.5)]),
         ),
         seed=1,
         policy_version=state.policy_version,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.contract.generation import SamplingParameters
+from quartet.contract.generation import Penalties, SamplingParameters
 from quartet.contract.update import OptimizationSettings, PolicyLossSettings, RolloutCorrection, ValueLossSettings
 from quartet.services.actor.actor import Actor
 from quartet.services.critic.critic import Critic
@@ -74,7 +74,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "value_pretraining_steps": 1,
         "non_finite": "skip",
     },
-    "rollout": {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.05, "max_response_tokens": 6},
+    "rollout": {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.05,
+        "max_response_tokens": 6,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+    },
     "actor": {
         "learning_rate": 2e-3,
         "warmup_steps": 2,
@@ -94,7 +103,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def test_requests_of_a_step_follow_the_config(make: MakeConfig, requests: Requests) -> None:
     run_to_completion(make(**OPTIONS))
-    sampling = SamplingParameters(max_response_tokens=6, temperature=0.5, top_p=0.9, top_k=7, min_p=0.05)
+    sampling = SamplingParameters(
+        max_response_tokens=6, temperature=0.5, top_p=0.9, top_k=7, min_p=0.05, penalties=Penalties(1.2, 0.5, 0.25)
+    )
     batches = arguments_of(requests["Generator.generate"], "batch")
     assert [(batch.sampling, batch.seed, batch.policy_version) for batch in batches] == [
         (sampling, 11, version) for version in range(4)
@@ -147,6 +158,16 @@ def test_samples_are_identical_if_only_the_likeliest_token_is_kept(option: dict[
     for item in run.trajectories(1):
         responses[item["id"].rsplit("/", 2)[1]].add(item["response"])
     assert [len(result) for result in responses.values()] == [1, 1]
+
+
+def test_log_probs_of_engine_and_trainer_agree_with_penalties(make: MakeConfig) -> None:
+    """Both are those of the policy before penalties, which change only the tokens that are drawn."""
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 2.0, "frequency_penalty": 2.0}
+    (plain,) = run_to_completion(make(run={"steps": 1})).metrics
+    (step,) = run_to_completion(make(run={"steps": 1}, rollout=penalties)).metrics
+    assert step["rollout_mismatch_kl"] == pytest.approx(0, abs=1e-8)
+    assert step["importance_weight"] == pytest.approx(1, abs=1e-5)
+    assert step["reward_mean"] != plain["reward_mean"]
 
 
 def manifest(run: Run, step: int) -> dict[str, Any]:

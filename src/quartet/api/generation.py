@@ -11,7 +11,7 @@ from typing import Any
 from quartet.api.run import Run
 from quartet.config.rollout import check_stop_strings
 from quartet.contract.arrays import FloatArray, IntArray
-from quartet.contract.generation import SamplingParameters
+from quartet.contract.generation import Penalties, SamplingParameters
 from quartet.data.chat_template import TemplateInputs
 from quartet.data.prompt_lines import prompt_of
 from quartet.errors import ConfigError, InvalidRequest
@@ -43,6 +43,9 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
     stop_strings: Sequence[str] = (),
     samples: int = 1,
     seed: int = 0,
@@ -56,10 +59,10 @@ def generate(
 
     ``model`` is a run, or the directory of a run, a checkpoint or a model, or a Hugging Face hub id. A prompt is a text, or a
     list of chat messages with ``role`` and ``content``. ``temperature`` 0 is greedy; ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0
-    sample from all tokens. The token that completes one of ``stop_strings`` is the last of a completion. The same seed gives the
-    same completions. ``continue_final_message`` continues messages that end with the assistant's. The chat template gets
-    ``tools``, ``documents`` and ``chat_template_kwargs``, each as in the config of the model's run if it is not given. Needs the
-    extra quartet-rlhf[train].
+    sample from all tokens. The penalties are those of the config; 1, 0 and 0 disable them. The token that completes one of
+    ``stop_strings`` is the last of a completion. The same seed gives the same completions. ``continue_final_message`` continues
+    messages that end with the assistant's. The chat template gets ``tools``, ``documents`` and ``chat_template_kwargs``, each as
+    in the config of the model's run if it is not given. Needs the extra quartet-rlhf[train].
 
     Raises ConfigError, ModelError and DataError for invalid input.
     """
@@ -94,7 +97,15 @@ def generate(
         raise ConfigError(f"generate: {error}") from None
     if (config := config_of_policy(directory)) is not None:
         inputs = inputs.over(TemplateInputs.of_config(config))
-    sampling = SamplingParameters(max_tokens, temperature, top_p, top_k, min_p=min_p, stop_strings=tuple(stop_strings))
+    sampling = SamplingParameters(
+        max_tokens,
+        temperature,
+        top_p,
+        top_k,
+        min_p=min_p,
+        stop_strings=tuple(stop_strings),
+        penalties=Penalties.of(repetition_penalty, presence_penalty, frequency_penalty),
+    )
     source = Path("<prompts>")
     try:
         completions = complete(

@@ -20,6 +20,9 @@ MAX_SAMPLING_ROUNDS = 1000
 """Maximum number of rounds of dynamic sampling per step."""
 MAX_OFF_POLICY_STEPS = 32
 """Maximum number of updates by which the generating policy may lag behind."""
+MAX_REPETITION_PENALTY, MAX_ADDITIVE_PENALTY = 100.0, 2.0
+"""Maximum repetition penalty, and maximum presence and frequency penalty. vLLM has the second one."""
+AdditivePenalty = Annotated[float, Field(ge=-MAX_ADDITIVE_PENALTY, le=MAX_ADDITIVE_PENALTY)]
 Responses = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
 ENGINES = {
     "torch": "quartet.models.generation.torch_kind",
@@ -238,6 +241,13 @@ class RolloutConfig(Section):
     """Sample from this many most likely tokens. 0 disables it."""
     min_p: Fraction = 0.0
     """Sample from the tokens whose probability is at least this fraction of the largest one. 0 disables it."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=MAX_REPETITION_PENALTY)] = 1.0
+    """Divide the positive logits of tokens that occur in the prompt or the response by it, and multiply the others. Above 1
+    discourages repetition, 1 disables it. With max_turns: the response is the turn, the prompt all before it."""
+    presence_penalty: AdditivePenalty = 0.0
+    """Subtract it from the logits of tokens that occur in the response, as in vLLM. 0 disables it."""
+    frequency_penalty: AdditivePenalty = 0.0
+    """Subtract it from the logits of tokens for each time that they occur in the response, as in vLLM. 0 disables it."""
     stop_strings: Annotated[tuple[str, ...], AfterValidator(check_stop_strings)] = ()
     """Texts that end a response, or a turn: the token that completes one is its last, as if it were the end-of-sequence token. At
     most 16 of 1 to 64 characters."""
@@ -265,7 +275,8 @@ class RolloutConfig(Section):
     max_off_policy_steps: Annotated[int, Field(ge=0, le=MAX_OFF_POLICY_STEPS)] = 0
     """Maximum number of updates by which the generating policy lags behind. 0: generate, then train. k: generate up to k steps
     ahead while training. The policy of a step follows from its number, so such a run repeats bit-identically, too. The engine
-    must report log-probs: vllm, vllm-server and tensorrt-llm need top_p 1, top_k 0 and min_p 0."""
+    must report log-probs: vllm, vllm-server and tensorrt-llm need top_p 1, top_k 0 and min_p 0, and all but torch no
+    penalties."""
     in_flight_updates: bool = False
     """Give generators each new policy in the middle of their responses, instead of at the next step. Needs max_off_policy_steps
     and generators with engine torch or vllm, or with sglang-server without an adapter. Timing decides which policy generates a

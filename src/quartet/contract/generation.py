@@ -11,10 +11,39 @@ from quartet.contract.trajectory import Prompt, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True)
+class Penalties:
+    """Changes of the logits of tokens that have occurred, before the temperature, as in vLLM.
+
+    ``repetition``: positive logits of tokens in the prompt or the response are divided by it, others multiplied; 1 is off.
+    ``presence`` is subtracted from the logits of tokens in the response, and ``frequency`` for each occurrence; 0 is off. With
+    turns, the response is the turn, and the prompt is all before it.
+    """
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+    @classmethod
+    def of(cls, repetition: float, presence: float, frequency: float) -> Penalties | None:
+        """Return the penalties, or None if all are off."""
+        penalties = cls(repetition, presence, frequency)
+        return None if penalties == cls() else penalties
+
+    @property
+    def arguments(self) -> dict[str, float]:
+        """The penalties by the names that the sampling parameters of vLLM and SGLang have."""
+        return {
+            "repetition_penalty": self.repetition,
+            "presence_penalty": self.presence,
+            "frequency_penalty": self.frequency,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParameters:
     """Sampling of response tokens. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
 
-    ``stop_strings``: a response ends after the token that completes one of them in its text.
+    ``stop_strings``: a response ends after the token that completes one of them in its text. ``penalties``: None is off.
     """
 
     max_response_tokens: int
@@ -24,11 +53,13 @@ class SamplingParameters:
     ignore_eos: bool = False
     min_p: float = 0.0
     stop_strings: tuple[str, ...] = ()
+    penalties: Penalties | None = None
 
     @property
-    def truncates(self) -> bool:
-        """Return whether top_k, top_p or min_p removes tokens from the distribution. Greedy sampling ignores them."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+    def reshapes(self) -> bool:
+        """Return whether penalties, top_k, top_p or min_p change the distribution. Greedy sampling ignores the last three."""
+        truncates = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return truncates or self.penalties is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +67,8 @@ class GenerationRequest:
     """One trajectory, or one turn of it, to generate. Its random stream depends on (seed, step, prompt, sample, turn) only.
 
     ``prompt_ids``: all tokens before the turn. ``turn`` counts from 0. ``max_tokens`` limits the turn; 0 leaves the limit to the
-    sampling parameters. ``greedy``: take the likeliest token at each position, with its log-prob at temperature 1.
+    sampling parameters. ``greedy``: take the likeliest token at each position, after penalties, with its log-prob at temperature
+    1.
     """
 
     id: TrajectoryId
@@ -120,8 +152,8 @@ class EngineProperties:
     batch_invariant: bool
     """True if the other requests in a batch change no bit of a response."""
     log_probs: Literal["whole", "truncated", "none"]
-    """Distribution of the log-probs of the sampled tokens, at the sampling temperature: the whole one, the one truncated by
-    top_k, top_p and min_p, or none if the engine reports none or others."""
+    """Distribution of the log-probs of the sampled tokens, at the sampling temperature: the whole one, the one after
+    penalties, top_k, top_p and min_p, or none if the engine reports none or others."""
     weights: Literal["shared", "tensors", "folder", "adapter", "restart", "static"]
     """Way of a new policy version into the engine."""
     digest: Literal["read back", "reported", "none"]

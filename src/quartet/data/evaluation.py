@@ -20,7 +20,7 @@ from quartet.config.rewards import ENVIRONMENT_PART
 from quartet.config.rollout import RolloutConfig
 from quartet.config.root import Config
 from quartet.contract.arrays import FloatArray, IntArray
-from quartet.contract.generation import EpisodeSettings, SamplingParameters
+from quartet.contract.generation import EpisodeSettings, Penalties, SamplingParameters
 from quartet.contract.trajectory import FinishReason, Prompt, Trajectory, TrajectoryId
 from quartet.data.prompt_cache import load_prompts
 from quartet.data.prompt_encoding import PromptEncoder, PromptSet, select_prompts
@@ -98,8 +98,13 @@ def stream_name(run: str) -> str:
 
 
 def greedy_sampling(rollout: RolloutConfig) -> SamplingParameters:
-    """Return the settings for greedy responses."""
-    return SamplingParameters(rollout.max_response_tokens, temperature=0.0, stop_strings=rollout.stop_strings)
+    """Return the settings for greedy responses. The penalties of the run apply to them, too, as in vLLM."""
+    return SamplingParameters(
+        rollout.max_response_tokens,
+        temperature=0.0,
+        stop_strings=rollout.stop_strings,
+        penalties=_penalties(rollout),
+    )
 
 
 def run_sampling(rollout: RolloutConfig) -> SamplingParameters:
@@ -111,7 +116,12 @@ def run_sampling(rollout: RolloutConfig) -> SamplingParameters:
         rollout.top_k,
         min_p=rollout.min_p,
         stop_strings=rollout.stop_strings,
+        penalties=_penalties(rollout),
     )
+
+
+def _penalties(rollout: RolloutConfig) -> Penalties | None:
+    return Penalties.of(rollout.repetition_penalty, rollout.presence_penalty, rollout.frequency_penalty)
 
 
 def episode_settings(rollout: RolloutConfig, prompts: Sequence[Prompt]) -> EpisodeSettings | None:

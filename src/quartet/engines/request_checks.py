@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.config.rollout import MAX_ADDITIVE_PENALTY, MAX_REPETITION_PENALTY
+from quartet.contract.generation import GenerationRequest, Penalties, SamplingParameters
 from quartet.contract.trajectory import FinishReason, Trajectory
 from quartet.engines.engine import EngineResponse, ServedModel
 from quartet.engines.stop_strings import StopStrings, cut
@@ -28,6 +29,21 @@ def check_sampling(sampling: SamplingParameters) -> None:
         raise InvalidRequest(f"top_k {sampling.top_k}: expected 0 (off) or more")
     if not 0 <= sampling.min_p <= 1:
         raise InvalidRequest(f"min_p {sampling.min_p}: expected 0 (off) to 1")
+    if sampling.penalties is not None:
+        check_penalties(sampling.penalties)
+
+
+def check_penalties(penalties: Penalties) -> None:
+    """Raise InvalidRequest for penalties outside their ranges."""
+    if not 0 < penalties.repetition <= MAX_REPETITION_PENALTY:
+        raise InvalidRequest(
+            f"repetition penalty {penalties.repetition}: expected more than 0 and at most {MAX_REPETITION_PENALTY:g}"
+        )
+    for name, value in (("presence", penalties.presence), ("frequency", penalties.frequency)):
+        if not -MAX_ADDITIVE_PENALTY <= value <= MAX_ADDITIVE_PENALTY:
+            raise InvalidRequest(
+                f"{name} penalty {value}: expected {-MAX_ADDITIVE_PENALTY:g} to {MAX_ADDITIVE_PENALTY:g}"
+            )
 
 
 def check_requests(

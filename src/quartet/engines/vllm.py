@@ -190,8 +190,8 @@ class VLLMEngine:
     ) -> Iterator[EngineResponse]:
         """Yield each response as soon as it is finished. See ``Engine.generate``.
 
-        The log-probs are those of the whole distribution at the temperature. With top_k, top_p or min_p vLLM only has those of
-        the truncated distribution, so the responses have none.
+        The log-probs are those of the whole distribution at the temperature. With penalties, top_k, top_p or min_p vLLM only
+        has those of the distribution after them, so the responses have none.
         """
         check_requests(self._served, requests, sampling)
         if not self._salt:
@@ -280,7 +280,7 @@ class VLLMEngine:
                         break
                     except queue.Empty:
                         self._check_progress()
-                yield self._response(request, result, request.own_sampling(sampling).truncates)
+                yield self._response(request, result, request.own_sampling(sampling).reshapes)
         finally:
             # vLLM aborts the rest: no request of this call runs after it.
             work.cancel()
@@ -366,6 +366,7 @@ class VLLMEngine:
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            **({} if sampling.penalties is None else sampling.penalties.arguments),
         )
 
 

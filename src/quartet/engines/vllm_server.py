@@ -68,8 +68,9 @@ class VLLMServerEngine(ServerEngine):
         return self._max_tokens
 
     def reports_log_probs(self, sampling: SamplingParameters) -> bool:
-        """Return whether log-probs are those of the whole distribution. vLLM reports those after top_k, top_p and min_p."""
-        return not sampling.truncates
+        """Return whether log-probs are those of the whole distribution. vLLM reports those after penalties,
+        top_k, top_p and min_p."""
+        return not sampling.reshapes
 
     def body(self, key: str, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> dict[str, Any]:
         """Return the body of a request for a stream of events."""
@@ -85,6 +86,8 @@ class VLLMServerEngine(ServerEngine):
         }
         if sampling.min_p:
             parameters["min_p"] = sampling.min_p
+        if sampling.penalties is not None:
+            parameters |= sampling.penalties.arguments
         if not sampling.ignore_eos:
             parameters["stop_token_ids"] = sorted(self.model.stop_ids)
         if sampling.stop_strings:

@@ -330,7 +330,7 @@ class EngineProperties(_message.Message):
     batch_invariant: _builtins.bool
     """Whether the other requests in a batch change no bit of a response."""
     log_probs: _builtins.str
-    """Distribution of the log-probs: "whole", "truncated" by top_k, top_p and min_p, or "none"."""
+    """Distribution of the log-probs: "whole", "truncated", which is after penalties, top_k, top_p and min_p, or "none"."""
     weights: _builtins.str
     """Way of new weights into the engine: "shared", "tensors", "folder", "adapter", "restart" or "static"."""
     digest: _builtins.str

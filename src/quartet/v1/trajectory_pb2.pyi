@@ -175,6 +175,7 @@ class SamplingParameters(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     STOP_STRINGS_FIELD_NUMBER: _builtins.int
+    PENALTIES_FIELD_NUMBER: _builtins.int
     max_response_tokens: _builtins.int
     """Maximum tokens of a response, including the end-of-sequence token. With an environment, of all turns and observations
     together. At least 1.
@@ -197,6 +198,10 @@ class SamplingParameters(_message.Message):
         that of the response's tokens, special tokens included. With an environment, they end a turn.
         """
 
+    @_builtins.property
+    def penalties(self) -> Global___Penalties:
+        """Penalties on tokens that have occurred. Absent: none."""
+
     def __init__(
         self,
         *,
@@ -207,14 +212,51 @@ class SamplingParameters(_message.Message):
         ignore_eos: _builtins.bool = ...,
         min_p: _builtins.float = ...,
         stop_strings: _abc.Iterable[_builtins.str] | None = ...,
+        penalties: Global___Penalties | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_penalties", b"_penalties", "penalties", b"penalties"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_penalties", b"_penalties", "ignore_eos", b"ignore_eos", "max_response_tokens", b"max_response_tokens", "min_p", b"min_p", "penalties", b"penalties", "stop_strings", b"stop_strings", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__penalties: _TypeAlias = _typing.Literal["penalties"]  # noqa: Y015
+    _WhichOneofArgType__penalties: _TypeAlias = _typing.Literal["_penalties", b"_penalties"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__penalties) -> _WhichOneofReturnType__penalties | None: ...
+
+Global___SamplingParameters: _TypeAlias = SamplingParameters  # noqa: Y015
+
+@_typing.final
+class Penalties(_message.Message):
+    """Changes of the logits of tokens that have occurred, before the temperature, as in vLLM. With an environment, the response is the
+    turn, and the prompt is all before it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPETITION_FIELD_NUMBER: _builtins.int
+    PRESENCE_FIELD_NUMBER: _builtins.int
+    FREQUENCY_FIELD_NUMBER: _builtins.int
+    repetition: _builtins.float
+    """Positive logits of tokens in the prompt or the response are divided by it, others multiplied. More than 0, at most 100. 1 is
+    off.
+    """
+    presence: _builtins.float
+    """Subtracted from the logits of tokens in the response. From -2 to 2. 0 is off."""
+    frequency: _builtins.float
+    """Subtracted from the logits of tokens for each occurrence in the response. From -2 to 2. 0 is off."""
+    def __init__(
+        self,
+        *,
+        repetition: _builtins.float = ...,
+        presence: _builtins.float = ...,
+        frequency: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_response_tokens", b"max_response_tokens", "min_p", b"min_p", "stop_strings", b"stop_strings", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frequency", b"frequency", "presence", b"presence", "repetition", b"repetition"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SamplingParameters: _TypeAlias = SamplingParameters  # noqa: Y015
+Global___Penalties: _TypeAlias = Penalties  # noqa: Y015
 
 @_typing.final
 class TokenBatch(_message.Message):

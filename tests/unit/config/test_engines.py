@@ -31,6 +31,9 @@ def config(engine: str = "triton", lora: dict[str, Any] | None = None, **changes
     return parse_config(tree | changes, "test")
 
 
+SERVER = {"url": "http://127.0.0.1:8000", "weights_directory": "/w"}
+
+
 @pytest.mark.parametrize(("engine", "lora"), [("torch", None), ("vllm", LORA)])
 def test_only_an_adapter_of_the_torch_engine_can_be_merged(engine: str, lora: dict[str, Any] | None) -> None:
     assert config("torch", LORA, rollout={"merge_adapter": True}).rollout.merge_adapter
@@ -105,6 +108,23 @@ def test_a_malformed_server_address_is_refused(url: str) -> None:
             {"engine": "tensorrt-llm", "rollout": {"generators": 1, "min_p": 0.1}},
             r"rollout\.min_p 0\.1: .*TRTLLMSampler",
         ),
+        (
+            {"lora": LORA, "rollout": {"triton": {"url": URL}, "presence_penalty": 0.5}},
+            r"rollout\.presence_penalty 0\.5: not with engine triton; set presence_penalty 0, or",
+        ),
+        (
+            {"engine": "tensorrt-llm", "rollout": {"generators": 1, "frequency_penalty": 0.5}},
+            r"rollout\.frequency_penalty 0\.5: not with engine tensorrt-llm",
+        ),
+        (
+            {
+                "engine": "sglang-server",
+                "rollout": {"generators": 1, "repetition_penalty": 1.1, "sglang_server": SERVER},
+            },
+            r"rollout\.repetition_penalty 1\.1: SGLang applies it to tokens of the response only",
+        ),
+        ({"engine": "torch", "rollout": {"repetition_penalty": 0}}, r"rollout\.repetition_penalty"),
+        ({"engine": "torch", "rollout": {"presence_penalty": 2.5}}, r"rollout\.presence_penalty"),
         (
             {"engine": "torch", "rollout": {"triton": {"url": URL}}},
             r"rollout\.triton: not used with engine torch; set engine triton",
@@ -320,7 +340,6 @@ def test_a_process_group_needs_its_devices_and_an_allowance_beside_tls(
     assert config("torch", rollout={**rollout, "process_group": "nccl"}, services=devices)
 
 
-SERVER = {"url": "http://127.0.0.1:8000", "weights_directory": "/w"}
 TRT_SAMPLER = {"tensorrt_llm": {"sampler": "TRTLLMSampler"}}
 
 
@@ -332,6 +351,13 @@ TRT_SAMPLER = {"tensorrt_llm": {"sampler": "TRTLLMSampler"}}
         ("vllm", {"min_p": 0.1, "in_flight_updates": True}, r"with rollout\.min_p 0\.1; set min_p 0"),
         ("vllm", {"top_p": 0.9, "top_k": 9}, r"with rollout\.top_p 0\.9, rollout\.top_k 9; set top_p 1, top_k 0, or"),
         ("vllm-server", {"top_p": 0.9, "vllm_server": SERVER}, "engine vllm-server reports none"),
+        (
+            "vllm",
+            {"frequency_penalty": 0.5},
+            r"with rollout\.frequency_penalty 0\.5; set frequency_penalty 0, or engine torch, or",
+        ),
+        ("vllm-server", {"repetition_penalty": 1.1, "vllm_server": SERVER}, r"rollout\.repetition_penalty 1\.1; set"),
+        ("sglang-server", {"presence_penalty": 0.5, "sglang_server": SERVER}, "engine sglang-server reports none"),
         ("tensorrt-llm", {"top_k": 50}, r"engine tensorrt-llm reports none with rollout\.top_k 50"),
         (
             "tensorrt-llm",
@@ -355,6 +381,7 @@ def test_off_policy_steps_need_an_engine_that_reports_log_probs(
     ("engine", "rollout"),
     [
         ("torch", {"top_p": 0.9, "top_k": 50, "min_p": 0.1, "temperature": 0.7}),
+        ("torch", {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}),
         ("sglang-server", {"top_p": 0.9, "sglang_server": SERVER}),
         ("vllm", {"temperature": 0.7}),
         ("vllm-server", {"temperature": 0.7, "vllm_server": SERVER}),

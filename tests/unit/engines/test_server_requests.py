@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet.contract.generation import GenerationRequest, SamplingParameters
+from quartet.contract.generation import GenerationRequest, Penalties, SamplingParameters
 from quartet.contract.trajectory import TrajectoryId
 from quartet.contrib.sglang.engine import SGLangServerEngine
 from quartet.engines.engine import ServedModel
@@ -53,6 +53,19 @@ def test_an_sglang_server_gets_min_p_and_keeps_the_tokens_of_stop_strings() -> N
     sent = parameters(SGLangServerEngine, SamplingParameters(8, min_p=0.1, stop_strings=STRINGS))
     assert (sent["min_p"], sent["stop"], sent["no_stop_trim"]) == (0.1, list(STRINGS), True)
     assert not parameters(SGLangServerEngine, SamplingParameters(8)).keys() & {"min_p", "stop"}
+
+
+@pytest.mark.parametrize("kind", [VLLMServerEngine, SGLangServerEngine])
+def test_a_server_gets_the_penalties_and_its_log_probs_after_them_are_not_used(kind: type[ServerEngine]) -> None:
+    sampling = SamplingParameters(8, penalties=Penalties(1.0, 0.5, -0.25))
+    names = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+    for greedy in (False, True):
+        sent = parameters(kind, sampling, greedy=greedy)
+        assert {name: sent[name] for name in names} == sampling.penalties.arguments  # type: ignore[union-attr]
+        assert not engine_of(kind).reports_log_probs(request(greedy=greedy).own_sampling(sampling))
+    assert (sent["presence_penalty"], sent["frequency_penalty"]) == (0.5, -0.25)
+    assert not parameters(kind, SamplingParameters(8)).keys() & names
+    assert engine_of(kind).reports_log_probs(SamplingParameters(8))
 
 
 @pytest.mark.parametrize("kind", [VLLMServerEngine, SGLangServerEngine])

@@ -21,6 +21,17 @@ def generate(
     min_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Least probability, relative to the likeliest token. 0 disables it.")
     ] = 0.0,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(max=100.0, help="Divisor of the logits of tokens in prompt or completion. 1 disables it."),
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float,
+        typer.Option(min=-2.0, max=2.0, help="Subtract it from logits of tokens in the completion. 0 disables it."),
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(min=-2.0, max=2.0, help="The same, for each time that a token occurs. 0 disables it.")
+    ] = 0.0,
     stop: Annotated[
         list[str] | None,
         typer.Option(
@@ -53,15 +64,25 @@ def generate(
     from quartet.cli.inference.generate import chat
     from quartet.cli.inference.generate import generate as run
     from quartet.config.rollout import check_stop_strings
-    from quartet.contract.generation import SamplingParameters
+    from quartet.contract.generation import Penalties, SamplingParameters
 
     if top_p == 0:
         raise ConfigError("--top-p 0: expected more than 0 and at most 1")
+    if repetition_penalty <= 0:
+        raise ConfigError(f"--repetition-penalty {repetition_penalty:g}: expected more than 0 and at most 100")
     try:
         check_stop_strings(stop or ())
     except ValueError as error:
         raise ConfigError(f"--stop {error}") from None
-    sampling = SamplingParameters(max_tokens, temperature, top_p, top_k, min_p=min_p, stop_strings=tuple(stop or ()))
+    sampling = SamplingParameters(
+        max_tokens,
+        temperature,
+        top_p,
+        top_k,
+        min_p=min_p,
+        stop_strings=tuple(stop or ()),
+        penalties=Penalties.of(repetition_penalty, presence_penalty, frequency_penalty),
+    )
     if as_chat:
         if prompts or file or samples > 1:
             raise ConfigError("--chat: reads messages from standard input; remove PROMPT, --file and --samples")

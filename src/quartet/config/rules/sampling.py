@@ -27,18 +27,45 @@ def check_sampling(config: ConfigTree) -> None:
                 f"rollout.min_p {rollout.min_p:g}: the {sampler} of TensorRT-LLM ignores it; set min_p 0, or "
                 "rollout.tensorrt_llm.sampler TRTLLMSampler"
             )
+    _check_sampling_penalties(rollout)
     if rollout.max_off_policy_steps:
         _check_off_policy_log_probs(rollout)
+
+
+def _sampling_penalties(rollout: RolloutConfig) -> dict[str, str]:
+    """Return the penalties that change logits, each with the value that disables it."""
+    values = {
+        "repetition_penalty": (rollout.repetition_penalty, 1),
+        "presence_penalty": (rollout.presence_penalty, 0),
+        "frequency_penalty": (rollout.frequency_penalty, 0),
+    }
+    return {f"rollout.{key} {value:g}": f"{key} {off}" for key, (value, off) in values.items() if value != off}
+
+
+def _check_sampling_penalties(rollout: RolloutConfig) -> None:
+    """Raise ValueError for a penalty that the engine does not have, or has with another meaning."""
+    for setting, remedy in _sampling_penalties(rollout).items():
+        if rollout.engine == "sglang-server" and "repetition" in setting:
+            raise ValueError(
+                f"{setting}: SGLang applies it to tokens of the response only, and not to those of the prompt; set {remedy}, or "
+                "rollout.engine torch, vllm or vllm-server"
+            )
+        if rollout.engine not in ("torch", "vllm", "vllm-server", "sglang-server"):
+            raise ValueError(
+                f"{setting}: not with engine {rollout.engine}; set {remedy}, or rollout.engine torch, vllm, vllm-server or "
+                "sglang-server"
+            )
 
 
 def _check_off_policy_log_probs(rollout: RolloutConfig) -> None:
     """Raise ValueError if the engine reports no log-probs, which the trainer cannot compute with an older policy."""
     settings = _settings_without_log_probs(rollout)
     if settings:
+        others = "torch" if _sampling_penalties(rollout) else "torch or sglang-server"
         raise ValueError(
             f"rollout.max_off_policy_steps {rollout.max_off_policy_steps}: the correction needs log-probs of the older policy "
             f"that sampled, and engine {rollout.engine} reports none with {', '.join(settings)}; set "
-            f"{', '.join(settings.values())}, or engine torch or sglang-server, or max_off_policy_steps 0"
+            f"{', '.join(settings.values())}, or engine {others}, or max_off_policy_steps 0"
         )
 
 
@@ -47,9 +74,9 @@ def _settings_without_log_probs(rollout: RolloutConfig) -> dict[str, str]:
 
     A version of TensorRT-LLM may report none at other temperatures than 1, too, which only a run shows.
     """
+    settings = {} if rollout.engine == "torch" else _sampling_penalties(rollout)
     if rollout.engine not in ("vllm", "vllm-server", "tensorrt-llm"):
-        return {}
-    settings = dict[str, str]()
+        return settings
     if rollout.top_p < 1:
         settings[f"rollout.top_p {rollout.top_p:g}"] = "top_p 1"
     if rollout.top_k:

@@ -26,7 +26,8 @@ from quartet.models.forward.model_capabilities import (
 from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.packing import logits_at_positions
 from quartet.models.generation.decode_cache import cache_argument, prefill_cache
-from quartet.models.generation.sampling import sample_tokens
+from quartet.models.generation.penalties import Occurrences
+from quartet.models.generation.sampling import sample_penalized, sample_tokens
 from quartet.models.generation.static_decoding import StaticDecoder, padded_rows
 from quartet.models.generation.trial import LogitDigests
 from quartet.models.generation.whole_decoding import WholeDecoder
@@ -95,6 +96,9 @@ class DecodeSlots:
             self._streams = torch.zeros((slots, limit), dtype=torch.float64, device=self._device)
             self._draw_indices = torch.zeros((slots, 1), dtype=torch.int64, device=self._device)
             self._chosen = torch.zeros(slots, dtype=torch.int64, device=self._device)
+            self._occurrences = (
+                None if sampling.penalties is None else Occurrences(slots, vocabulary_size(model), self._device)
+            )
 
     @property
     def active(self) -> bool:
@@ -131,7 +135,13 @@ class DecodeSlots:
         uniform = self._streams[:rows].gather(1, self._draw_indices[:rows])
         greedy = np.flatnonzero(self._greedy[:rows])
         greedy_rows = torch.from_numpy(greedy).to(self._device) if len(greedy) else None
-        chosen, log_probs = sample_tokens(logits, uniform, self._sampling, greedy_rows)
+        penalties = self._sampling.penalties
+        if self._occurrences is None or penalties is None:
+            chosen, log_probs = sample_tokens(logits, uniform, self._sampling, greedy_rows)
+        else:
+            penalized = self._occurrences.penalized(logits, penalties)
+            chosen, log_probs = sample_penalized(logits, penalized, uniform, self._sampling, greedy_rows)
+            self._occurrences.add(chosen)
         self._chosen[:rows] = chosen
         self._draw_indices[:rows] += 1
         finished = self._record(chosen.cpu().numpy(), log_probs.cpu().numpy())
@@ -180,6 +190,8 @@ class DecodeSlots:
         self._streams[slots] = torch.from_numpy(streams).to(self._device)
         self._draw_indices[slots] = 0
         prompts = [np.asarray(request.prompt_ids, np.int32) for request in requests]
+        if self._occurrences is not None:
+            self._occurrences.begin(first, prompts)
         logits = self._prefill(prompts, first)
         self._decoder.begin(slots, prompts)
         return logits
@@ -260,6 +272,8 @@ class DecodeSlots:
         to, source = torch.from_numpy(holes).to(self._device), torch.from_numpy(movers).to(self._device)
         for tensor in (self._chosen, self._streams, self._draw_indices):
             tensor[to] = tensor[source]
+        if self._occurrences is not None:
+            self._occurrences.move(to, source)
         self._decoder.keep(alive, to, source)
 
 

@@ -49,6 +49,27 @@ def sample_tokens(
     return tokens.squeeze(1), log_probs.squeeze(1).float()
 
 
+def sample_penalized(
+    logits: torch.Tensor,
+    penalized: torch.Tensor,
+    uniforms: torch.Tensor,
+    sampling: SamplingParameters,
+    greedy_rows: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw tokens from the ``penalized`` logits, with their log-probs by ``logits``, because the trainer computes the same.
+
+    Shapes and the rest are those of ``sample_tokens``.
+    """
+    tokens, _ = sample_tokens(penalized, uniforms, sampling, greedy_rows)
+    scaled = logits.float()
+    if sampling.temperature not in (0.0, 1.0):
+        scaled = scaled / sampling.temperature
+    if greedy_rows is not None:
+        scaled = scaled.index_copy(0, greedy_rows, logits[greedy_rows].float())
+    log_probs = scaled.gather(1, tokens[:, None]) - scaled.logsumexp(-1, keepdim=True)
+    return tokens, log_probs.squeeze(1)
+
+
 def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first token of each row whose cumulative weight exceeds its part ``uniforms`` of the total, and the total.
 
