@@ -18,10 +18,9 @@ import torch
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of
 from benchmarks.plan_cases import Case, make_update, seconds_of
-from benchmarks.update import matmul_peak
 from quartet.contract.status import Role
-from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.scoring import response_log_probs, response_values
+from quartet.models.matmul_peak import matmul_peak
 from quartet.planner.device_memory import trained_memory
 from quartet.planner.gpus import CPU, Cluster, calibrated
 from quartet.planner.placement import Group, Placement
@@ -92,8 +91,7 @@ def measure_memory(host: str, target: Path | None) -> bool:
 def measure_seconds(host: str, target: Path | None, rounds: int, threads: int) -> bool:
     """Write the table of planned and measured seconds. Return whether a difference is too large."""
     failed = False
-    with onednn_linear():
-        peak = matmul_peak()
+    peak = matmul_peak("cpu", "float32", threads)
     base = Cluster(calibrated(CPU, peak, 1e12), 1)
     planned, calibrate = seconds_of_case(CALIBRATION, base, rounds)
     lines = [

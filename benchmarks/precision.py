@@ -19,13 +19,14 @@ import torch
 from benchmarks import machine, random_models
 from benchmarks.generation import read_prompts
 from benchmarks.options import add_shared, parser_of, publish
-from benchmarks.update import RepeatableUpdate, matmul_peak, policy_update_of
+from benchmarks.update import RepeatableUpdate, policy_update_of
 from quartet.config.loading import load_config
 from quartet.config.root import Config
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import TrajectoryId
 from quartet.errors import QuartetError
 from quartet.models.generation.torch_engine import TorchEngine
+from quartet.models.matmul_peak import matmul_peak
 from quartet.models.weights.loading import load_causal_lm, stop_token_ids
 from quartet.models.weights.tokenizer import load_tokenizer
 
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except QuartetError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    peaks = {dtype: matmul_peak("cpu", dtype) for dtype in DTYPES}
+    peaks = {dtype: matmul_peak("cpu", dtype, options.threads) for dtype in DTYPES}
     report = {
         "machine": host,
         "peaks": peaks,

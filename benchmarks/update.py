@@ -20,7 +20,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of
@@ -29,15 +28,15 @@ from quartet.config.root import Config
 from quartet.contract.trajectory import TokenBatch
 from quartet.contract.update import Experience
 from quartet.errors import QuartetError
-from quartet.models.forward import batching
 from quartet.models.forward.model_capabilities import vocabulary_size
-from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.scoring import response_log_probs
+from quartet.models.matmul_peak import matmul_peak
 from quartet.models.torch_settings import deterministic_update
 from quartet.models.training.compiled_layers import compiled_layers
 from quartet.models.training.optimizer import MasterWeightAdamW, create_optimizer
 from quartet.models.training.updates import update_policy, update_value
-from quartet.models.weights.loading import DTYPES, load_causal_lm, load_critic
+from quartet.models.weights.loading import load_causal_lm, load_critic
+from quartet.models.workers import shares
 from quartet.services.orchestrator.algorithm.update_request import optimization_at, policy_loss_of, value_loss_of
 
 STEP = 1
@@ -80,8 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = machine.device_of(config, options.config)
         machine.set_up(device, options.threads)
         host = machine.describe(device)
-        with onednn_linear():
-            peak = matmul_peak(device, config.actor.dtype)
+        peak = matmul_peak(device, config.actor.dtype, options.threads)
         updates = {"policy": policy_update_of, "critic": critic_update_of}
         results = [
             update_of(config, device, options.full).timed(name, device, options.rounds)
@@ -98,20 +96,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device == "cpu":
         page.write(page_of(parser, options), "update", text)
     return 0
-
-
-def matmul_peak(device: str = "cpu", dtype: str = "float32") -> float:
-    """Return the FLOP/s of large matmuls, the best of several sizes."""
-    best = 0.0
-    for size in (512, 1024, 2048) if device == "cpu" else (4096, 8192):
-        a, b = (torch.randn(size, size, device=device).to(DTYPES[dtype]) for _ in range(2))
-        for _ in range(4):
-            machine.synchronize(device)
-            start = time.perf_counter()
-            torch.nn.functional.linear(a, b)
-            machine.synchronize(device)
-            best = max(best, 2 * size**3 / (time.perf_counter() - start))
-    return best
 
 
 def make_experience(config: Config, model: Any, full: bool = False) -> Experience:
@@ -237,7 +221,7 @@ def _packing(packed: bool) -> Iterator[None]:
     if packed:
         yield
         return
-    with mock.patch.object(batching, "supports_packing", return_value=False):
+    with mock.patch.object(shares, "supports_packing", return_value=False):
         yield
 
 

@@ -23,6 +23,7 @@ from quartet.errors import FailedPrecondition, ModelError
 from quartet.model_files.sharded_files import is_sharded
 from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.model_capabilities import keeps_states, max_positions, vocabulary_size
+from quartet.models.matmul_peak import matmul_peak
 from quartet.models.torch_settings import deterministic_update, torch_threads
 from quartet.models.training.activation_checkpointing import activation_checkpointing
 from quartet.models.training.compiled_layers import compiled_layers, try_compiled
@@ -89,6 +90,7 @@ class TrainableModel(ABC):
         self._vocabulary = vocabulary_size(self._model)
         self._positions = max_positions(self._model) or 0
         self._budget = self._find_budget()
+        self._peak_flops = matmul_peak(device, config.dtype, update_threads)
         if self._compiles:
             self._compile()
         elif config.compile:
@@ -323,6 +325,7 @@ class TrainableModel(ABC):
             leader_epoch=self._updates.fence.epoch,
             broken=self._updates.broken,
             tokens=dict(self._tokens),
+            peak_flops=self._peak_flops,
         )
         return self._budget.add_to(status)
 

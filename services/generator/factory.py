@@ -44,6 +44,10 @@ def build_generator(
     client = connect_at_start(url, config.timeouts.load_seconds)
     monitor = ConnectionMonitor(client, url)
     engine, model, status = create_engine(config)
+    if config.rollout.engine == "torch":
+        from quartet.models.matmul_peak import matmul_peak
+
+        status = replace(status, peak_flops=matmul_peak(status.device, status.dtype, threads))
 
     def records(run: str) -> TurnRecordStore:
         return TurnRecordStore(client, url, run, monitor.mark_lost)

@@ -40,6 +40,7 @@ from quartet.services.orchestrator.rollout.sampling_rounds import SamplingRounds
 from quartet.services.orchestrator.rollout.scoring_queue import FailedTrajectory
 from quartet.services.orchestrator.service_clients import wait_for_all
 from quartet.services.orchestrator.step_preparation import PendingStep, StepPreparation
+from quartet.services.orchestrator.telemetry.utilisation import Utilisation
 from quartet.system.failpoints import failpoint
 
 log = structlog.get_logger()
@@ -60,6 +61,7 @@ class StepTransaction:
         preparation: StepPreparation,
         checkpoints: CheckpointScheduler,
         attempts: RecoveryAttempts,
+        utilisation: Utilisation,
     ) -> None:
         """``identity`` holds the micro-batch sizes of the run. ``tokenizer`` decodes the responses.
 
@@ -73,7 +75,7 @@ class StepTransaction:
             PromptSequence(order, self._rollout.prompts_per_step, first, stride) for first in range(1, stride + 1)
         ]
         self._identity, self._tokenizer, self._preparation = identity, tokenizer, preparation
-        self._checkpoints, self._attempts = checkpoints, attempts
+        self._checkpoints, self._attempts, self._utilisation = checkpoints, attempts, utilisation
         self._pending: PendingStep | None = None
 
     @property
@@ -257,8 +259,9 @@ class StepTransaction:
         prepared = pending.prepared
         trajectories = [item.trajectory for item in pending.collected.scored]
         lag, in_flight = step - 1 - prepared.experience.policy_version, self._rollout.in_flight_updates
-        exposed_seconds = self._profiler.take_exposed_seconds()
-        exposed = {"weights_exposed_seconds": exposed_seconds} if self._run.config.has_generators else {}
+        calls = self._profiler.take_calls()
+        exposed = {"weights_exposed_seconds": calls.exposed} if self._run.config.has_generators else {}
+        generated = pending.collected.generated_tokens
         rates = {f"learning_rate_{role}": rate for role, rate in self._learning_rates(step).items()}
         return {
             "step": step,
@@ -277,4 +280,5 @@ class StepTransaction:
             **rates,
             **self._preparation.take_metrics(prepared.experience.policy_version),
             **exposed,
+            **self._utilisation.metrics(step, prepared.experience, generated, calls),
         }

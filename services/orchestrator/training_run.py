@@ -43,6 +43,7 @@ from quartet.services.orchestrator.rollout.prompts import training_prompts, vali
 from quartet.services.orchestrator.service_clients import ServiceStatuses
 from quartet.services.orchestrator.step import StepTransaction
 from quartet.services.orchestrator.step_preparation import StepPreparation
+from quartet.services.orchestrator.telemetry.utilisation import Utilisation
 from quartet.system.durable_files import storage_errors
 from quartet.system.failpoints import failpoint
 from quartet.telemetry.traces import Traces
@@ -186,7 +187,14 @@ class TrainingRun:
         self._handshake.note_memory(statuses, identity)
         self._run.telemetry.start(tokenizer, identity.id)
         steps = StepTransaction(
-            self._run, identity, tokenizer, order, self._preparation, self._checkpoints, self._attempts
+            self._run,
+            identity,
+            tokenizer,
+            order,
+            self._preparation,
+            self._checkpoints,
+            self._attempts,
+            Utilisation(config, statuses, self._run.generation),
         )
         return LoadedRun(identity, evaluator, steps)
 

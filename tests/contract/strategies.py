@@ -218,6 +218,7 @@ statuses = st.builds(
     gradient_checkpointing=st.booleans(),
     token_bytes=uint64,
     free_bytes=uint64,
+    peak_flops=doubles,
     engine=st.none() | engines,
     published_weights=st.dictionaries(uint64, digest, max_size=3),
     last_transfer=st.none() | weight_transfers,

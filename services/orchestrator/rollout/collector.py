@@ -44,7 +44,7 @@ class CollectedStep:
 
     ``baselines``: the scored greedy responses, which are not among ``scored``. ``skipped_prompts``: indices of the prompts that
     the step has left out, because no response to them could be scored. ``cured_faults``: see ``Scoring``. ``left_out``: sorted
-    ids of the trajectories that the step did not need.
+    ids of the trajectories that the step did not need. ``generated_tokens``: number of the policy's tokens in all trajectories.
     """
 
     scored: list[ScoredTrajectory]
@@ -56,6 +56,7 @@ class CollectedStep:
     skipped_prompts: frozenset[int] = frozenset()
     cured_faults: Mapping[str, int] = field(default_factory=dict)
     left_out: Sequence[TrajectoryId] = ()
+    generated_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,7 @@ class Collector:
         self._greedy: set[TrajectoryId] = set()
         self._kept_samples = batch.episode.kept_samples if batch.episode else 0
         self._left_out: list[TrajectoryId] = []
+        self._generated_tokens = 0
         recovery = replacement.recovery if replacement else None
         self._failures = self._failures_of(recovery)
         self._scoring = Scoring(
@@ -218,6 +220,7 @@ class Collector:
             frozenset(self._skipped),
             self._scoring.cured_faults,
             sorted(self._left_out),
+            self._generated_tokens,
         )
 
     def _failures_of(self, recovery: RecoveryConfig | None) -> PromptFailures | None:
@@ -389,6 +392,7 @@ class Collector:
         """Use a trajectory, and start to score the batch if it completes one. Failed episodes are not scored."""
         if not self._generation.arrived(trajectory):
             return
+        self._generated_tokens += len(trajectory.policy_ids)
         batch = self._needed(self._arrivals.add(trajectory))
         for failed in [item for item in batch if item.outcome is not Outcome.OK]:
             self._scoring.reject(failed)

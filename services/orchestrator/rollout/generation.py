@@ -78,6 +78,9 @@ class Generation(Protocol):
     def engines(self) -> list[EngineProperties]:
         """Return what the engines that generate for the run declare, each declaration once."""
 
+    def peak_flops(self) -> float:
+        """Return the FLOP/s of large matmuls on a device of a generator in a separate process; 0 if it is not known."""
+
     def take_metrics(self, policy_version: int) -> dict[str, float]:
         """Return metrics of the generators in separate processes, named as in metrics.jsonl.
 
@@ -154,6 +157,10 @@ class ActorGeneration:
     def generators(self) -> list[GeneratorInfo]:
         """Return none."""
         return []
+
+    def peak_flops(self) -> float:
+        """Return 0: there is none."""
+        return 0.0
 
     def _ended(self, call: Future[int]) -> None:
         try:

@@ -166,6 +166,10 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
             changes, self._changes = self._changes, 0
         return {"generators": ready, "weights_changed": changes, **transfer_metrics(transfers)}
 
+    def peak_flops(self) -> float:
+        peaks = [status.peak_flops for status in self.statuses().values()]
+        return sum(peaks) / len(peaks) if peaks else 0.0
+
     def leader_epochs(self) -> list[int]:
         return [status.leader_epoch for status in self.statuses().values()]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -71,6 +71,19 @@ class Activity:
         return self.end - self.start
 
 
+@dataclass(frozen=True, slots=True)
+class CallSeconds:
+    """Seconds of the services' calls.
+
+    ``exposed``: those in which a step waited for weights, because a version was published, or loaded by a generator, and no
+    service trained, scored or saved. Generations do not count as other work, because they wait for the weights, too. ``busy``:
+    those of each service and phase, in which at least one such call was in progress.
+    """
+
+    exposed: float
+    busy: Mapping[tuple[str, str], float]
+
+
 class StepProfiler:
     """Profiler of the training thread's blocks in each step, and of the calls that they start.
 
@@ -86,7 +99,7 @@ class StepProfiler:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
         self._activities: list[Activity] = []
-        # Those of the services since the last ``take_exposed_seconds``.
+        # Those of the services since the last ``take_calls``.
         self._calls: list[Activity] = []
         self._taken = clock()
 
@@ -124,21 +137,25 @@ class StepProfiler:
         self._seconds.clear()
         return seconds
 
-    def take_exposed_seconds(self) -> float:
-        """Return the seconds since the last call in which a step waited for weights.
-
-        These are the seconds in which a version was published, or loaded by a generator, and in which no service trained,
-        scored or saved. Generations do not count as other work, because they wait for the weights, too.
-        """
+    def take_calls(self) -> CallSeconds:
+        """Return the seconds of the services' calls since the last ``take_calls``."""
         with self._lock:
             begin, self._taken = self._taken, self._end_answered()
             calls, self._calls = self._calls, [call for call in self._calls if call.end is None]
-            times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+            kinds: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
             for call in calls:
-                if call.phase != "generate":
-                    times[call.phase in WEIGHT_PHASES].append((max(begin, call.start), call.end or self._taken))
-        work = times[False]
-        return _covered(work + times[True]) - _covered(work)
+                kinds[call.service, call.phase].append((max(begin, call.start), call.end or self._taken))
+        work, weights = (
+            [
+                interval
+                for (_, phase), intervals in kinds.items()
+                if phase != "generate" and (phase in WEIGHT_PHASES) == of_weights
+                for interval in intervals
+            ]
+            for of_weights in (False, True)
+        )
+        busy = {kind: _covered(intervals) for kind, intervals in kinds.items()}
+        return CallSeconds(_covered(work + weights) - _covered(work), busy)
 
     def end_step(self, started: float) -> list[Span]:
         """Return the spans since ``started``, sorted by service and start, at most MAX_SPANS.

@@ -77,6 +77,7 @@ class ServiceStatus:
     open_sessions: int = 0
     machine: str = ""
     model_files: dict[str, str] = field(default_factory=dict)
+    peak_flops: float = 0.0
 
 
 class GeneratorState(enum.StrEnum):

@@ -462,6 +462,35 @@ STEP_METRICS = (
         "small beside seconds",
         "a large share of seconds: see the way of the transfers, and the timeline",
     ),
+    *(
+        metric(
+            f"tokens_per_second_{name}",
+            "tokens per second",
+            f"{what} per second and device, while it does so. A prompt that several responses share counts once.",
+            "steady",
+            "falls: another process uses the device, or sequences became longer",
+        )
+        for name, what in (
+            ("actor", "Tokens of the actor's updates, those of each epoch,"),
+            ("critic", "Tokens of the critic's updates, those of each epoch,"),
+            ("generation", "Tokens of the policy that are generated"),
+        )
+    ),
+    *(
+        metric(
+            f"mfu_{name}",
+            "",
+            f"Model FLOP utilisation of {what}: FLOPs that the model needs, over the time and the devices that it takes, as a "
+            "fraction of a large matmul on this device. Absent for a model or device whose FLOPs are not known.",
+            healthy,
+            "falls: see tokens_per_second and the timeline",
+        )
+        for name, what, healthy in (
+            ("actor", "the actor's updates", "0.3 to 0.6 with enough tokens in a micro-batch"),
+            ("critic", "the critic's updates", "0.3 to 0.6 with enough tokens in a micro-batch"),
+            ("generation", "generation", "far below that of updates: decoding is limited by the memory bandwidth"),
+        )
+    ),
 )
 """Metrics of metrics.jsonl. Those of critic, scores, episodes and generators in separate processes are absent without them."""
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from quartet.v1 import generation_pb2 as quartet_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/status.proto\x12\nquartet.v1\x1a\x1bquartet/v1/generation.proto\"\xa4\t\n\nRoleStatus\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.quartet.v1.Role\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nparameters\x18\x05 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x04\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x08 \x01(\x04\x12\x0b\n\x03run\x18\t \x01(\t\x12\x0c\n\x04step\x18\n \x01(\x04\x12\x0f\n\x07threads\x18\x0b \x01(\r\x12=\n\x0c\x62usy_seconds\x18\x0c \x03(\x0b\x32\'.quartet.v1.RoleStatus.BusySecondsEntry\x12\x1b\n\x13max_sequence_tokens\x18\r \x01(\x04\x12\x1c\n\x14\x61nswers_as_reference\x18\x0e \x01(\x08\x12\x14\n\x0cleader_epoch\x18\x0f \x01(\x04\x12\x0e\n\x06\x62roken\x18\x10 \x01(\x08\x12\x1a\n\x12\x62uffer_unreachable\x18\x11 \x01(\x08\x12\x14\n\x0cwork_pending\x18\x12 \x01(\r\x12\x32\n\x06tokens\x18\x13 \x03(\x0b\x32\".quartet.v1.RoleStatus.TokensEntry\x12\x1a\n\x12micro_batch_tokens\x18\x14 \x01(\r\x12\x1f\n\x17micro_batch_tokens_held\x18\x15 \x01(\r\x12\x1e\n\x16gradient_checkpointing\x18\x16 \x01(\x08\x12\x13\n\x0btoken_bytes\x18\x17 \x01(\x04\x12\x12\n\nfree_bytes\x18\x18 \x01(\x04\x12,\n\x06\x65ngine\x18\x19 \x01(\x0b\x32\x1c.quartet.v1.EngineProperties\x12\x37\n\x11published_weights\x18\x1a \x03(\x0b\x32\x1c.quartet.v1.PublishedWeights\x12\x31\n\rlast_transfer\x18\x1b \x01(\x0b\x32\x1a.quartet.v1.WeightTransfer\x12\x37\n\x10last_publication\x18\x1c \x01(\x0b\x32\x1d.quartet.v1.WeightPublication\x12\x15\n\ropen_sessions\x18\x1d \x01(\r\x12;\n\x0bmodel_files\x18\x1e \x03(\x0b\x32&.quartet.v1.RoleStatus.ModelFilesEntry\x12\x0f\n\x07machine\x18\x1f \x01(\t\x12\x30\n\x05turns\x18  \x03(\x0b\x32!.quartet.v1.RoleStatus.TurnsEntry\x1a\x32\n\x10\x42usySecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a-\n\x0bTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x31\n\x0fModelFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a,\n\nTurnsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xbd\x01\n\x10\x45ngineProperties\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06seeded\x18\x02 \x01(\x08\x12\x17\n\x0f\x62\x61tch_invariant\x18\x03 \x01(\x08\x12\x11\n\tlog_probs\x18\x04 \x01(\t\x12\x0f\n\x07weights\x18\x05 \x01(\t\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\x12\x19\n\x11in_flight_updates\x18\x07 \x01(\x08\x12\r\n\x05trial\x18\x08 \x01(\t\x12\x14\n\x0ctrial_digest\x18\t \x01(\t\"B\n\x10PublishedWeights\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\x0c\"\x82\x01\n\x11WeightPublication\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\x0c\x12\x17\n\x0f\x63hanged_tensors\x18\x03 \x01(\r\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\"\x12\n\x10GetStatusRequest\"y\n\x11GetStatusResponse\x12%\n\x05roles\x18\x01 \x03(\x0b\x32\x16.quartet.v1.RoleStatus\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x03 \x01(\t\x12\x13\n\x0binstance_id\x18\x04 \x01(\t*\xa3\x01\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_ACTOR\x10\x01\x12\x0f\n\x0bROLE_CRITIC\x10\x02\x12\x0f\n\x0bROLE_REWARD\x10\x03\x12\x12\n\x0eROLE_REFERENCE\x10\x04\x12\x15\n\x11ROLE_ORCHESTRATOR\x10\x05\x12\x12\n\x0eROLE_GENERATOR\x10\x06\x12\x14\n\x10ROLE_ENVIRONMENT\x10\x07\x32Y\n\rStatusService\x12H\n\tGetStatus\x12\x1c.quartet.v1.GetStatusRequest\x1a\x1d.quartet.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/status.proto\x12\nquartet.v1\x1a\x1bquartet/v1/generation.proto\"\xb8\t\n\nRoleStatus\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.quartet.v1.Role\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nparameters\x18\x05 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x04\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x08 \x01(\x04\x12\x0b\n\x03run\x18\t \x01(\t\x12\x0c\n\x04step\x18\n \x01(\x04\x12\x0f\n\x07threads\x18\x0b \x01(\r\x12=\n\x0c\x62usy_seconds\x18\x0c \x03(\x0b\x32\'.quartet.v1.RoleStatus.BusySecondsEntry\x12\x1b\n\x13max_sequence_tokens\x18\r \x01(\x04\x12\x1c\n\x14\x61nswers_as_reference\x18\x0e \x01(\x08\x12\x14\n\x0cleader_epoch\x18\x0f \x01(\x04\x12\x0e\n\x06\x62roken\x18\x10 \x01(\x08\x12\x1a\n\x12\x62uffer_unreachable\x18\x11 \x01(\x08\x12\x14\n\x0cwork_pending\x18\x12 \x01(\r\x12\x32\n\x06tokens\x18\x13 \x03(\x0b\x32\".quartet.v1.RoleStatus.TokensEntry\x12\x1a\n\x12micro_batch_tokens\x18\x14 \x01(\r\x12\x1f\n\x17micro_batch_tokens_held\x18\x15 \x01(\r\x12\x1e\n\x16gradient_checkpointing\x18\x16 \x01(\x08\x12\x13\n\x0btoken_bytes\x18\x17 \x01(\x04\x12\x12\n\nfree_bytes\x18\x18 \x01(\x04\x12,\n\x06\x65ngine\x18\x19 \x01(\x0b\x32\x1c.quartet.v1.EngineProperties\x12\x37\n\x11published_weights\x18\x1a \x03(\x0b\x32\x1c.quartet.v1.PublishedWeights\x12\x31\n\rlast_transfer\x18\x1b \x01(\x0b\x32\x1a.quartet.v1.WeightTransfer\x12\x37\n\x10last_publication\x18\x1c \x01(\x0b\x32\x1d.quartet.v1.WeightPublication\x12\x15\n\ropen_sessions\x18\x1d \x01(\r\x12;\n\x0bmodel_files\x18\x1e \x03(\x0b\x32&.quartet.v1.RoleStatus.ModelFilesEntry\x12\x0f\n\x07machine\x18\x1f \x01(\t\x12\x30\n\x05turns\x18  \x03(\x0b\x32!.quartet.v1.RoleStatus.TurnsEntry\x12\x12\n\npeak_flops\x18! \x01(\x01\x1a\x32\n\x10\x42usySecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a-\n\x0bTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x31\n\x0fModelFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a,\n\nTurnsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xbd\x01\n\x10\x45ngineProperties\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06seeded\x18\x02 \x01(\x08\x12\x17\n\x0f\x62\x61tch_invariant\x18\x03 \x01(\x08\x12\x11\n\tlog_probs\x18\x04 \x01(\t\x12\x0f\n\x07weights\x18\x05 \x01(\t\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\x12\x19\n\x11in_flight_updates\x18\x07 \x01(\x08\x12\r\n\x05trial\x18\x08 \x01(\t\x12\x14\n\x0ctrial_digest\x18\t \x01(\t\"B\n\x10PublishedWeights\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\x0c\"\x82\x01\n\x11WeightPublication\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\x0c\x12\x17\n\x0f\x63hanged_tensors\x18\x03 \x01(\r\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\"\x12\n\x10GetStatusRequest\"y\n\x11GetStatusResponse\x12%\n\x05roles\x18\x01 \x03(\x0b\x32\x16.quartet.v1.RoleStatus\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x03 \x01(\t\x12\x13\n\x0binstance_id\x18\x04 \x01(\t*\xa3\x01\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_ACTOR\x10\x01\x12\x0f\n\x0bROLE_CRITIC\x10\x02\x12\x0f\n\x0bROLE_REWARD\x10\x03\x12\x12\n\x0eROLE_REFERENCE\x10\x04\x12\x15\n\x11ROLE_ORCHESTRATOR\x10\x05\x12\x12\n\x0eROLE_GENERATOR\x10\x06\x12\x14\n\x10ROLE_ENVIRONMENT\x10\x07\x32Y\n\rStatusService\x12H\n\tGetStatus\x12\x1c.quartet.v1.GetStatusRequest\x1a\x1d.quartet.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,28 +40,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLESTATUS_MODELFILESENTRY']._serialized_options = b'8\001'
   _globals['_ROLESTATUS_TURNSENTRY']._loaded_options = None
   _globals['_ROLESTATUS_TURNSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=1796
-  _globals['_ROLE']._serialized_end=1959
+  _globals['_ROLE']._serialized_start=1816
+  _globals['_ROLE']._serialized_end=1979
   _globals['_ROLESTATUS']._serialized_start=69
-  _globals['_ROLESTATUS']._serialized_end=1257
-  _globals['_ROLESTATUS_BUSYSECONDSENTRY']._serialized_start=1063
-  _globals['_ROLESTATUS_BUSYSECONDSENTRY']._serialized_end=1113
-  _globals['_ROLESTATUS_TOKENSENTRY']._serialized_start=1115
-  _globals['_ROLESTATUS_TOKENSENTRY']._serialized_end=1160
-  _globals['_ROLESTATUS_MODELFILESENTRY']._serialized_start=1162
-  _globals['_ROLESTATUS_MODELFILESENTRY']._serialized_end=1211
-  _globals['_ROLESTATUS_TURNSENTRY']._serialized_start=1213
-  _globals['_ROLESTATUS_TURNSENTRY']._serialized_end=1257
-  _globals['_ENGINEPROPERTIES']._serialized_start=1260
-  _globals['_ENGINEPROPERTIES']._serialized_end=1449
-  _globals['_PUBLISHEDWEIGHTS']._serialized_start=1451
-  _globals['_PUBLISHEDWEIGHTS']._serialized_end=1517
-  _globals['_WEIGHTPUBLICATION']._serialized_start=1520
-  _globals['_WEIGHTPUBLICATION']._serialized_end=1650
-  _globals['_GETSTATUSREQUEST']._serialized_start=1652
-  _globals['_GETSTATUSREQUEST']._serialized_end=1670
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1672
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1793
-  _globals['_STATUSSERVICE']._serialized_start=1961
-  _globals['_STATUSSERVICE']._serialized_end=2050
+  _globals['_ROLESTATUS']._serialized_end=1277
+  _globals['_ROLESTATUS_BUSYSECONDSENTRY']._serialized_start=1083
+  _globals['_ROLESTATUS_BUSYSECONDSENTRY']._serialized_end=1133
+  _globals['_ROLESTATUS_TOKENSENTRY']._serialized_start=1135
+  _globals['_ROLESTATUS_TOKENSENTRY']._serialized_end=1180
+  _globals['_ROLESTATUS_MODELFILESENTRY']._serialized_start=1182
+  _globals['_ROLESTATUS_MODELFILESENTRY']._serialized_end=1231
+  _globals['_ROLESTATUS_TURNSENTRY']._serialized_start=1233
+  _globals['_ROLESTATUS_TURNSENTRY']._serialized_end=1277
+  _globals['_ENGINEPROPERTIES']._serialized_start=1280
+  _globals['_ENGINEPROPERTIES']._serialized_end=1469
+  _globals['_PUBLISHEDWEIGHTS']._serialized_start=1471
+  _globals['_PUBLISHEDWEIGHTS']._serialized_end=1537
+  _globals['_WEIGHTPUBLICATION']._serialized_start=1540
+  _globals['_WEIGHTPUBLICATION']._serialized_end=1670
+  _globals['_GETSTATUSREQUEST']._serialized_start=1672
+  _globals['_GETSTATUSREQUEST']._serialized_end=1690
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1692
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1813
+  _globals['_STATUSSERVICE']._serialized_start=1981
+  _globals['_STATUSSERVICE']._serialized_end=2070
 # @@protoc_insertion_point(module_scope)

@@ -27,7 +27,7 @@ from quartet.services.orchestrator.checkpointing.recovery import RecoveryAttempt
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.rollout.collector import CollectedStep
 from quartet.services.orchestrator.step import StepTransaction
-from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
+from quartet.services.orchestrator.telemetry.step_profiler import CallSeconds, StepProfiler
 
 
 class Parts:
@@ -70,6 +70,11 @@ class Parts:
         self._call("published")
 
     def take_metrics(self, version: int) -> dict[str, float]:
+        return {}
+
+    # Utilisation
+
+    def metrics(self, step: int, experience: Any, generated_tokens: int, calls: CallSeconds) -> dict[str, float]:
         return {}
 
     # What StepTransaction writes to the buffer and the files
@@ -143,7 +148,7 @@ class Transaction:
         self.attempts = RecoveryAttempts(RecoveryConfig(max_recoveries=1, backoff_seconds=0.01))
         run: Any = SimpleNamespace(config=config, board=ProgressBoard("run", 9), profiler=StepProfiler())
         identity: Any = None
-        self.steps = StepTransaction(run, identity, None, Prompts(), any_parts, any_parts, self.attempts)
+        self.steps = StepTransaction(run, identity, None, Prompts(), any_parts, any_parts, self.attempts, any_parts)
         for name in ("seal", "start_updates", "config_at", "learning_rates", "record", "commit", "clean_up", "report"):
             setattr(self.steps, f"_{name}", getattr(parts, name))
         self.steps._write_failed_trajectories = parts.write_failed_trajectories  # type: ignore[method-assign]

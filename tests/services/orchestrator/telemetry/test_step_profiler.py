@@ -140,7 +140,7 @@ def test_the_end_of_an_update_is_the_publication() -> None:
 def test_exposed_seconds_are_those_of_weights_beside_which_nothing_but_generations_ran() -> None:
     clock = Clock()
     profiler = StepProfiler(clock=clock)
-    assert profiler.take_exposed_seconds() == 0.0
+    assert profiler.take_calls().exposed == 0.0
     calls = {
         "actor": watch(profiler, "actor", "update", update_result(4.0)),
         "critic": watch(profiler, "critic", "update"),
@@ -156,14 +156,14 @@ def test_exposed_seconds_are_those_of_weights_beside_which_nothing_but_generatio
     loads[0].end()
     generation = watch(profiler, "generator 0", "generate")
     profiler.end_step(100.0)
-    assert profiler.take_exposed_seconds() == pytest.approx(3.0 + 2.0)
+    assert profiler.take_calls().exposed == pytest.approx(3.0 + 2.0)
     clock.now = 112.0
     loads[1].end()
     clock.now = 120.0
     generation.end()
     # The rest of the load in the next step.
-    assert profiler.take_exposed_seconds() == pytest.approx(1.0)
-    assert profiler.take_exposed_seconds() == 0.0
+    assert profiler.take_calls().exposed == pytest.approx(1.0)
+    assert profiler.take_calls().exposed == 0.0
 
 
 def test_a_failed_update_has_no_publication() -> None:
@@ -174,7 +174,7 @@ def test_a_failed_update_has_no_publication() -> None:
     clock.now = 103.0
     update.set_exception(ServiceUnavailable("actor"))
     assert [span.phase for span in profiler.end_step(100.0)] == ["update"]
-    assert profiler.take_exposed_seconds() == 0.0
+    assert profiler.take_calls().exposed == 0.0
 
 
 def test_calls_and_blocks_are_relative_to_the_start_of_the_step() -> None:
