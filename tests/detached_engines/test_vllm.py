@@ -313,3 +313,20 @@ def test_an_update_in_flight_that_fails_ends_the_generation(engine: BreakableVLL
     engine.weights.load_error = ""
     load(engine, values, version=2)
     assert tokens(run(engine, LONG, temperature=0.0)) == greedy(folder, values, LONG)
+
+
+def test_n_gram_speculation_changes_no_greedy_token_and_no_digest(folder: Path) -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    engine = vllm_engine(folder, speculative=speculative)
+    try:
+        load(engine, VALUES)
+        batch, reference = requests(8), Reference(folder, VALUES)
+        responses = run(engine, batch, temperature=0.0)
+        assert tokens(responses) == greedy(folder, VALUES, batch)
+        for response in run(engine, batch, temperature=0.7):
+            assert response.log_probs is not None
+            expected = reference.log_probs(response.request, list(response.token_ids), 0.7)
+            assert np.allclose(response.log_probs, expected, atol=1e-3)
+        assert engine.held_digests(()) == expected_digests(weight_set(VALUES))
+    finally:
+        engine.close()

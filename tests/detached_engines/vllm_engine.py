@@ -64,12 +64,15 @@ class BreakableVLLM(VLLMEngine):
         return None if self.without_salt else super()._cache_salt()
 
 
-def vllm_engine(folder: Path, tensor_parallel_size: int = 1, **served: Any) -> BreakableVLLM:
+def vllm_engine(
+    folder: Path, tensor_parallel_size: int = 1, speculative: Mapping[str, Any] | None = None, **served: Any
+) -> BreakableVLLM:
     """Start an engine for the model in ``folder``, with a small cache on the CPU."""
     settings = VLLMSettings(
         max_concurrent_sequences=16,
         tensor_parallel_size=tensor_parallel_size,
         enforce_eager=True,
         engine_arguments={"block_size": 32, "kv_cache_memory_bytes": 64 << 20},
+        speculative=speculative or {},
     )
     return BreakableVLLM(settings, served_model(folder, **served))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from quartet.config.section import Count, Fraction, Positive, Section, WholeNumber
 
@@ -177,6 +177,32 @@ class TensorRTLLMConfig(Section):
     """Replay decode steps as CUDA graphs. Their capture takes time at every start of the engine."""
 
 
+class SpeculativeDecodingConfig(Section):
+    """Speculative decoding in vLLM: tokens are proposed cheaply, and the policy keeps those that it would sample.
+
+    The distribution of responses stays that of the policy, which alone is trained and attested.
+    """
+
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=64)]
+    """Number of tokens proposed at a time."""
+    draft_model: str | None = None
+    """Smaller model with the policy's vocabulary that proposes tokens: a directory or a Hugging Face hub id, with weights in
+    safetensors. It is not trained, so it fits the policy less as that changes. Null: the tokens that followed the last n-gram at
+    its former place in prompt and response."""
+    prompt_lookup_max: Count = 5
+    """Maximum length of the n-gram, without draft_model."""
+    prompt_lookup_min: Count | None = None
+    """Minimum length of the n-gram, without draft_model. Null: prompt_lookup_max."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if (self.prompt_lookup_min or 0) > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min {self.prompt_lookup_min}: expected at most prompt_lookup_max {self.prompt_lookup_max}"
+            )
+        return self
+
+
 class VLLMConfig(Section):
     """Generation with vLLM in the processes of the generators, in a separate environment: see services.generator.python."""
 
@@ -190,6 +216,8 @@ class VLLMConfig(Section):
     """Compute the common beginning of prompts once. The cache is reset with every policy version."""
     enforce_eager: bool = False
     """Decode without CUDA graphs."""
+    speculative: SpeculativeDecodingConfig | None = None
+    """Speculative decoding. Null disables it."""
     engine_arguments: dict[str, bool | int | float | str] = Field(default={})
     """Further arguments of vLLM's engine, by the names of its EngineArgs."""
 

@@ -35,6 +35,7 @@ from quartet.errors import Cancelled, ConfigError, EngineFailed, ServiceFailed
 from quartet.weight_transfer.tensors import AdapterSettings, WeightSet, combined_digest
 
 if TYPE_CHECKING:
+    from quartet.config.rollout import SpeculativeDecodingConfig
     from quartet.config.root import Config
 
 POLL_SECONDS = 0.05
@@ -63,7 +64,7 @@ class VLLMSettings:
     ``tensor_parallel_size`` GPUs share the model. ``memory_fraction`` of each GPU's memory is for weights and cache. On a CPU the
     cache has CPU_CACHE_BYTES, or the engine argument kv_cache_memory_bytes. ``release_memory`` frees the GPU's memory between
     generations. vLLM counts as stuck if a generation makes no step for ``stall_seconds``. ``engine_arguments`` are further
-    arguments of vLLM's ``EngineArgs``, by name.
+    arguments of vLLM's ``EngineArgs``, by name; ``speculative`` is its ``speculative_config``, or empty.
     """
 
     max_concurrent_sequences: int
@@ -74,6 +75,7 @@ class VLLMSettings:
     enforce_eager: bool = False
     stall_seconds: float = 600.0
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    speculative: Mapping[str, Any] = field(default_factory=dict)
 
 
 class VLLMEngine:
@@ -229,6 +231,8 @@ class VLLMEngine:
             "worker_extension_cls": self.worker_extension,
             "weight_transfer_config": {"backend": BACKEND},
         }
+        if settings.speculative:
+            arguments["speculative_config"] = dict(settings.speculative)
         if on_cpu():
             arguments.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)
         if served.max_sequence_tokens:
@@ -406,8 +410,27 @@ def create(config: Config) -> tuple[Engine, ServedModel]:
         enforce_eager=vllm.enforce_eager,
         stall_seconds=config.timeouts.score_seconds,
         engine_arguments=vllm.engine_arguments,
+        speculative={} if vllm.speculative is None else _speculative_config(vllm.speculative),
     )
     return VLLMEngine(settings, model), model
+
+
+def _speculative_config(speculative: SpeculativeDecodingConfig) -> dict[str, Any]:
+    """Return vLLM's ``speculative_config``."""
+    if speculative.draft_model is None:
+        method: dict[str, Any] = {
+            "method": "ngram",
+            "prompt_lookup_max": speculative.prompt_lookup_max,
+            "prompt_lookup_min": speculative.prompt_lookup_min or speculative.prompt_lookup_max,
+        }
+    else:
+        # The load format of the policy, whose weights arrive later, would leave the draft model with random weights.
+        method = {
+            "method": "draft_model",
+            "model": speculative.draft_model,
+            "draft_load_config": {"load_format": "safetensors"},
+        }
+    return {"num_speculative_tokens": speculative.num_speculative_tokens, **method}
 
 
 KIND = EngineKind(

@@ -32,6 +32,7 @@ def config(engine: str = "triton", lora: dict[str, Any] | None = None, **changes
 
 
 SERVER = {"url": "http://127.0.0.1:8000", "weights_directory": "/w"}
+SPECULATIVE = {"speculative": {"num_speculative_tokens": 4}}
 
 
 @pytest.mark.parametrize(("engine", "lora"), [("torch", None), ("vllm", LORA)])
@@ -123,6 +124,18 @@ def test_a_malformed_server_address_is_refused(url: str) -> None:
             },
             r"rollout\.repetition_penalty 1\.1: SGLang applies it to tokens of the response only",
         ),
+        (
+            {"engine": "vllm", "rollout": {"generators": 1, "min_p": 0.1, "vllm": SPECULATIVE}},
+            r"rollout\.min_p 0\.1: vLLM has no min_p with speculative decoding; set min_p 0",
+        ),
+        (
+            {
+                "engine": "vllm",
+                "rollout": {"vllm": {"speculative": {**SPECULATIVE["speculative"], "prompt_lookup_min": 6}}},
+            },
+            r"rollout\.vllm\.speculative.*prompt_lookup_min 6: expected at most prompt_lookup_max 5",
+        ),
+        ({"engine": "torch", "rollout": {"vllm": SPECULATIVE}}, r"rollout\.vllm: not used with engine torch"),
         ({"engine": "torch", "rollout": {"repetition_penalty": 0}}, r"rollout\.repetition_penalty"),
         ({"engine": "torch", "rollout": {"presence_penalty": 2.5}}, r"rollout\.presence_penalty"),
         (

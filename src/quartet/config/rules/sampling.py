@@ -27,6 +27,11 @@ def check_sampling(config: ConfigTree) -> None:
                 f"rollout.min_p {rollout.min_p:g}: the {sampler} of TensorRT-LLM ignores it; set min_p 0, or "
                 "rollout.tensorrt_llm.sampler TRTLLMSampler"
             )
+        if rollout.vllm is not None and rollout.vllm.speculative is not None:
+            raise ValueError(
+                f"rollout.min_p {rollout.min_p:g}: vLLM has no min_p with speculative decoding; set min_p 0, or remove "
+                "rollout.vllm.speculative"
+            )
     _check_sampling_penalties(rollout)
     if rollout.max_off_policy_steps:
         _check_off_policy_log_probs(rollout)
