@@ -98,10 +98,11 @@ def test_an_actor_with_an_adapter_computes_reference_log_probs_before_and_after_
     assert np.abs(policy - np.frombuffer(expected, np.float32)).max() > 1e-2
 
 
+@pytest.mark.parametrize("dora", [False, True])
 def test_an_actor_that_merges_its_adapter_generates_with_it_and_keeps_the_reference(
-    services: Services, lora_config: Lora, redis_client: Redis, redis_url: str
+    dora: bool, services: Services, lora_config: Lora, redis_client: Redis, redis_url: str
 ) -> None:
-    base = lora_config()
+    base = lora_config(lora={"rank": 4, "alpha": 8.0, "dora": dora})
     merging = Config.model_validate(
         base.model_dump() | {"rollout": {**base.rollout.model_dump(), "merge_adapter": True}}
     )

@@ -50,7 +50,11 @@ class LoraConfig(Section):
     dropout. Scores, old log-probs and generation are without dropout. The old log-probs then need one more forward pass in each
     update. Not for experts, and not with compile."""
     learning_rate_ratio: Positive = 1.0
-    """Learning rate of the matrices B, in multiples of that of A (LoRA+, Hayou et al. 2024)."""
+    """Learning rate of the matrices B, in multiples of that of A (LoRA+, Hayou et al. 2024). With dora also of the magnitudes."""
+    dora: bool = False
+    """Also train the magnitude of each output of an adapted layer (DoRA, Liu et al. 2024). Each pass computes the norms of the
+    whole weights, so use rollout.merge_adapter. Only with engine torch and models in one process; not for experts, and not with
+    compile."""
     target_modules: tuple[str, ...] = ()
     """Names of the linear layers with an adapter, such as q_proj, or of parameters of experts, such as experts.down_proj. Empty:
     all linear layers and experts of the decoder, without routers."""
@@ -106,6 +110,10 @@ class TrainedModelConfig(Section):
         if self.lora and self.freeze:
             raise ValueError(
                 "freeze: not used with lora, which freezes everything but the adapters; remove one of the two"
+            )
+        if self.lora and self.lora.dora and self.compile:
+            raise ValueError(
+                "lora.dora: compiled layers with magnitudes are not supported; set compile false, or dora false"
             )
         if self.lora and self.lora.dropout and self.compile:
             raise ValueError(

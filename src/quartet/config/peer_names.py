@@ -90,6 +90,7 @@ _NAMES_BY_KEY = {
     "actor.lora.rank": "lora_rank lora_r r",
     "actor.lora.alpha": "lora_alpha",
     "actor.lora.rslora": "use_rslora",
+    "actor.lora.dora": "use_dora",
     "actor.lora.dropout": "lora_dropout adapter_dropout",
     "actor.lora.learning_rate_ratio": "loraplus_lr_ratio",
     "reference.sync_steps": "sync_ref_model ref_model_sync_steps",

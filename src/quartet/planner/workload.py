@@ -209,7 +209,7 @@ def role_work(config: Config, key: str, role: Role, shape: ModelShape, starts_fr
             parameters = shape.parameters
         else:
             parameters = shape.classifier_parameters if starts_from_reward else shape.value_parameters
-        adapter = shape.lora_parameters(section.lora.rank) if section.lora else 0
+        adapter = shape.lora_parameters(section.lora.rank + section.lora.dora) if section.lora else 0
         head = parameters - shape.backbone_parameters if role is Role.CRITIC else 0
         return RoleWork(
             role=role,

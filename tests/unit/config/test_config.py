@@ -255,6 +255,18 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
             {"actor": {"model": "a", "lora": {"dropout": 0.1}, "compile": True}},
             "lora.dropout 0.1: compiled layers do not have the masks of each token; set compile false",
         ),
+        (
+            {"actor": {"model": "a", "lora": {"dora": True}, "compile": True}},
+            "lora.dora: compiled layers with magnitudes are not supported; set compile false",
+        ),
+        (
+            {"actor": {"model": "a", "lora": {"dora": True}}, "rollout": {"engine": "vllm"}},
+            "actor.lora.dora: engine vllm takes adapters without magnitudes only; set rollout.engine torch",
+        ),
+        (
+            {"actor": {"model": "a", "lora": {"dora": True}}, "services": {"actor": {"processes": 2}}},
+            "actor.lora.dora: needs whole weights for their norms, and services.actor divides them over 2 ranks",
+        ),
         ({"evaluation": {"every_steps": 5}}, "evaluation.every_steps 5: data.validation is null"),
         (
             {"actor": {"model": "a", "lora": {}}, "services": {"reference": {"address": "h:1"}}},

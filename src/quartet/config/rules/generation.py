@@ -9,6 +9,11 @@ from quartet.config.tree import ConfigTree
 
 def check_engine(config: ConfigTree) -> None:
     """Raise ValueError if the engine of the run lacks a section, or has settings of another one."""
+    if config.actor.lora is not None and config.actor.lora.dora and config.rollout.engine != "torch":
+        raise ValueError(
+            f"actor.lora.dora: engine {config.rollout.engine} takes adapters without magnitudes only; set rollout.engine "
+            "torch, or actor.lora.dora false"
+        )
     if config.rollout.merge_adapter and (config.actor.lora is None or config.rollout.engine != "torch"):
         raise ValueError(
             "rollout.merge_adapter: only for engine torch with actor.lora; expected both; set it to false, or actor.lora"

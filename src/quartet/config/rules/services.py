@@ -28,6 +28,11 @@ def check_processes(config: ConfigTree) -> None:
                 f"{name}.compile: layers of which each rank computes slices cannot be compiled; set {name}.compile false, or "
                 f"services.{name}.parallel.tensor 1"
             )
+        if name in ("actor", "critic") and service.num_ranks > 1 and (lora := getattr(config, name).lora) and lora.dora:
+            raise ValueError(
+                f"{name}.lora.dora: needs whole weights for their norms, and services.{name} divides them over "
+                f"{service.num_ranks} ranks; use one process or device, or set {name}.lora.dora false"
+            )
         if name in ("reward", "reference") and service.offload != OffloadConfig():
             raise ValueError(f"services.{name}.offload: only actor and critic are trained; leave it out")
         if service.offload.parameters and len(devices) == 1:

@@ -33,6 +33,8 @@ class DropoutMasks:
         """Key of the mini-batch; None while dropout is off."""
         self.prefixes = torch.empty(0, dtype=torch.int64)
         """A hash of each token of the micro-batch and those before it in its sequence, int64 [tokens]."""
+        self.layers: list[nn.Module] = []
+        """Layers of peft that use their dropout in training mode only: those with DoRA."""
 
     @contextmanager
     def of_update(self, key: tuple[object, ...], micro_batch: MicroBatch) -> Iterator[None]:
@@ -41,9 +43,14 @@ class DropoutMasks:
         ``key`` identifies the mini-batch.
         """
         self.key, self.prefixes = key, prefix_hashes(micro_batch.input_ids, micro_batch.packing)
+        for layer in self.layers:
+            # Not of its submodules.
+            layer.training = True
         try:
             yield
         finally:
+            for layer in self.layers:
+                layer.training = False
             self.key, self.prefixes = None, self.prefixes[:0]
 
 

@@ -179,7 +179,7 @@ def create_optimizer(
     """Create AdamW over the parameters that require gradients, without weight decay on biases and norms (one dimension).
 
     ``kind``: class of the optimizer, with the parameters of ``MasterWeightAdamW``. ``offload``: see there. ``lora_ratio``: factor
-    of the learning rate of the matrices B of an adapter (LoRA+).
+    of the learning rate of the matrices B and magnitudes of an adapter (LoRA+).
     Uses the fused kernel: one pass over each parameter, bit-identical for the same number of threads.
     """
     scaled = plus_parameters(model) if lora_ratio != 1 else set()
@@ -189,10 +189,11 @@ def create_optimizer(
         {"params": [p for p in parameters if p.ndim <= 1 and p not in scaled], "weight_decay": 0.0},
     ]
     if scaled:
-        every = [p for p in parameters if p in scaled]
-        groups.append(
-            {"params": every, "weight_decay": weight_decay, _RATIO: lora_ratio, "lr": learning_rate * lora_ratio}
-        )
+        ratio = {_RATIO: lora_ratio, "lr": learning_rate * lora_ratio}
+        groups += [
+            {"params": [p for p in parameters if p.ndim > 1 and p in scaled], "weight_decay": weight_decay, **ratio},
+            {"params": [p for p in parameters if p.ndim <= 1 and p in scaled], "weight_decay": 0.0, **ratio},
+        ]
     groups = [group for group in groups if group["params"]]
     return kind(groups, offload=offload, lr=learning_rate, betas=betas, eps=eps, fused=True)
 

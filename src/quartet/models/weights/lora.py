@@ -1,7 +1,8 @@
 """LoRA with peft: low-rank adapters on a frozen model (Hu et al. 2021, "LoRA").
 
 A linear layer with weight W computes W x + s B A x, and only A and B are trained. The scaling s is alpha / rank, or alpha / √rank
-with rsLoRA. peft replaces layers of the model in place, so callers keep using the same model object and class.
+with rsLoRA. With DoRA, row i of W + s B A is multiplied by m_i / its norm, and the magnitudes m are trained, too. peft replaces
+layers of the model in place, so callers keep using the same model object and class.
 
 Mixture-of-experts models keep the weights of all experts of a layer in one parameter, [experts, outputs, inputs] or
 [experts, inputs, outputs]. Each expert gets its own A and B. peft adds s B A to such a parameter during the forward pass, in the
@@ -117,9 +118,13 @@ class Adapter:
     def matrices(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield each layer's name, A [rank, inputs], and B [outputs, rank] times the scaling, as fp32 copies in host memory.
 
-        Raises ModelError if a parameter of experts has an adapter, which has no single A and B.
+        Raises ModelError if a parameter of experts has an adapter, which has no single A and B, or if there are magnitudes.
         """
         self.check_linear()
+        if self._peft.peft_config[_NAME].use_dora:
+            raise ModelError(
+                "lora.dora: this engine takes adapters without magnitudes; set lora.dora false, or engine torch"
+            )
         for name, layer in _layers(self.model).items():
             a, b = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
             yield name.removesuffix(".weight"), host_copy(a.float()), host_copy(b.float() * layer.scaling[_NAME])
@@ -237,6 +242,11 @@ def add_adapter(model: Any, base: str, lora: LoraConfig, seed: int = 0) -> Adapt
         renamed = {name for name in layers if name.rpartition(".")[2] in _EXPERT_NAMES}
         layers -= renamed
         parameters |= {f"{name}.weight" for name in renamed}
+    if parameters and lora.dora:
+        raise ModelError(
+            f"lora.dora: {min(parameters)} is a parameter of experts, whose adapters have no magnitudes; set lora.target_modules "
+            "to linear layers outside the experts, or lora.dora false"
+        )
     if parameters and lora.dropout:
         raise ModelError(
             f"lora.dropout {lora.dropout:g}: the adapter of {min(parameters)} is added to a parameter and has no inputs to drop; "
@@ -247,6 +257,7 @@ def add_adapter(model: Any, base: str, lora: LoraConfig, seed: int = 0) -> Adapt
         # peft's type is int, but its formula accepts any number. Integral values are written as int, as other tools do.
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,  # type: ignore[arg-type]
         use_rslora=lora.rslora,
+        use_dora=lora.dora,
         lora_dropout=lora.dropout,
         target_modules=sorted(_short_names(layers, {name for name, _ in model.named_modules()}, 1)),
         target_parameters=sorted(_short_names(parameters, {name for name, _ in model.named_parameters()}, 2)) or None,
@@ -267,16 +278,22 @@ def add_adapter(model: Any, base: str, lora: LoraConfig, seed: int = 0) -> Adapt
                 -bound, bound, generator=_generator(seed, name.removesuffix(".weight"))
             )
             matrix.copy_(start)
+            for magnitudes in layer.lora_magnitude_vector.values():
+                # peft rounds them to the type of the model in between.
+                magnitudes.weight.copy_(_norms(layer, _weight(layer)))
     if lora.dropout:
         masks = DropoutMasks()
         for name, layer in _layers(model).items():
-            layer.lora_dropout[_NAME] = TokenDropout(lora.dropout, name.removesuffix(".weight"), masks)
+            if lora.dora:
+                masks.layers.append(layer)
+            layer.lora_dropout[_NAME] = TokenDropout(lora.dropout, name.removesuffix(".weight"), masks).eval()
     return adapter
 
 
 def plus_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of the adapter that have another learning rate with LoRA+: the matrices B."""
-    return {parameter for name, parameter in model.named_parameters() if ".lora_B." in name}
+    """Return the parameters of the adapter that have another learning rate with LoRA+: the matrices B, and magnitudes."""
+    parts = (".lora_B.", ".lora_magnitude_vector.")
+    return {parameter for name, parameter in model.named_parameters() if any(part in name for part in parts)}
 
 
 def matrices_without_adapter(model: Any) -> list[str]:
@@ -451,7 +468,20 @@ def _merged_weight(layer: Any, weight: torch.Tensor) -> torch.Tensor:
     """Return the complete ``weight`` of an adapter's layer plus its adapter, on the device of ``weight``."""
     with torch.no_grad():
         merged: torch.Tensor = weight.float() + layer.get_delta_weight(_NAME).to(weight.device)
+        for magnitudes in getattr(layer, "lora_magnitude_vector", {}).values():
+            factors = magnitudes.weight.to(weight.device) / _norms(layer, weight)
+            merged = merged * (factors if layer.fan_in_fan_out else factors[:, None])
     return merged.to(weight.dtype)
+
+
+def _norms(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each output of a layer with DoRA: of the rows of its complete ``weight`` plus the adapter."""
+    factors = [layer.lora_B[_NAME].weight, layer.lora_A[_NAME].weight]
+    b, a = (factor.to(weight.device) for factor in factors)
+    result: torch.Tensor = layer.lora_magnitude_vector[_NAME].get_weight_norm(
+        weight.float(), b @ a, layer.scaling[_NAME]
+    )
+    return result
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
