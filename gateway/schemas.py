@@ -318,14 +318,18 @@ class TrajectoryDetail(TrajectorySummary):
 
 
 class EvaluationSummary(Model):
-    """One evaluation: mean metrics over the validation prompts."""
+    """One evaluation: mean metrics over the validation prompts and over each evaluation set."""
 
     step: int
+    policy_version: int | None
+    """Number of updates of the policy that responded; null in runs of earlier versions of Quartet."""
+    sets: list[str]
+    """Names of the evaluation sets whose responses are stored."""
     metrics: dict[str, float | None]
 
 
 class EvaluationRow(Model):
-    """One validation prompt of an evaluation with its responses and scores, as stored by the run."""
+    """One prompt of an evaluation with its responses and scores, as stored by the run."""
 
     values: dict[str, Any]
 

@@ -189,7 +189,7 @@ class EventHistory:
             data = _parse(line, lines, number)
             if data is not None:
                 step = data["step"]
-                data = {"step": step, "metrics": data} if kind in ("step", "evaluation") else data
+                data = _with_metrics(kind, data)
             yield _Event((step, rank), kind, data, self._advance(name, number))
 
     def _events_of_checkpoints(self, cursor: EventCursor) -> Iterator[_Event]:
@@ -207,6 +207,16 @@ class EventHistory:
             return {"step": step, "bytes": read_checkpoint(path).bytes, "created": path.stat().st_mtime}
         except (DamagedCheckpoint, OSError):  # Removed meanwhile, or not a checkpoint.
             return None
+
+
+def _with_metrics(kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    """Return the data of an event from a line of a file. The values of steps and evaluations are below ``metrics``."""
+    if kind == "step":
+        return {"step": data["step"], "metrics": data}
+    if kind == "evaluation":
+        metrics = {name: value for name, value in data.items() if name != "policy_version"}
+        return {"step": data["step"], "policy_version": data.get("policy_version"), "metrics": metrics}
+    return data
 
 
 def _rewind_event(cursor: EventCursor) -> bytes:

@@ -63,8 +63,8 @@ async def stream_events(
 
     Events with an id can be replayed from any id, by any gateway:
 
-    - `step` {step, metrics}, `evaluation` {step, metrics}, `alert`, `change`, `checkpoint` {step, bytes, created}: the same data
-      as in the corresponding lists. A checkpoint that was deleted before it was sent is left out.
+    - `step` {step, metrics}, `evaluation` {step, policy_version, metrics}, `alert`, `change`, `checkpoint` {step, bytes,
+      created}: the same data as in the corresponding lists. A checkpoint that was deleted before it was sent is left out.
     - `rewind` {step}: the run was rolled back. All events after that step are invalid; the events that follow replace them. With
       step 0, the whole history is sent again. This also happens if the given id does not belong to the run's current history.
 

@@ -90,6 +90,7 @@ export const step = (name, number, signal) => get(`${of(name)}/steps/${number}`,
 export const trajectories = (name, query, signal) => get(`${of(name)}/trajectories`, query, signal);
 export const evaluations = (name, signal) => allItems(`${of(name)}/evaluations`, signal);
 export const evaluationRows = (name, number, signal) => allItems(`${of(name)}/evaluations/${number}`, signal);
+export const evaluationSetRows = (name, number, set, signal) => allItems(`${of(name)}/evaluations/${number}/sets/${enc(set)}`, signal);
 export const checkpoints = (name, signal) => allItems(`${of(name)}/checkpoints`, signal);
 export const services = (name, signal) => get(`${of(name)}/services`, {}, signal);
 export const buffer = (name, signal) => get(`${of(name)}/buffer`, {}, signal);

@@ -39,7 +39,7 @@ from quartet.services.orchestrator.handshake import (
 from quartet.services.orchestrator.leadership import Leadership, acquire_lease
 from quartet.services.orchestrator.rollout.collector import CommandWaits
 from quartet.services.orchestrator.rollout.evaluation import Evaluator
-from quartet.services.orchestrator.rollout.prompts import training_prompts, validation_prompts
+from quartet.services.orchestrator.rollout.prompts import evaluation_sets, training_prompts, validation_prompts
 from quartet.services.orchestrator.service_clients import ServiceStatuses
 from quartet.services.orchestrator.step import StepTransaction
 from quartet.services.orchestrator.step_preparation import StepPreparation
@@ -174,8 +174,10 @@ class TrainingRun:
         revisions = {key: content.revision for key, content in contents.items()}
         order = training_prompts(config, statuses, self._board.note, self._show_phase, revisions)
         evaluates = config.evaluation.every_steps > 0
-        prompts = validation_prompts(config, statuses, self._board.note, revisions) if evaluates else []
-        evaluator = self._evaluator = Evaluator(self._run, prompts, tokenizer)
+        has_validation = evaluates and config.data.has_validation
+        prompts = validation_prompts(config, statuses, self._board.note, revisions) if has_validation else []
+        sets = evaluation_sets(config, statuses, self._board.note, revisions) if evaluates else []
+        evaluator = self._evaluator = Evaluator(self._run, prompts, tokenizer, sets)
         micro_batches = {client.role: statuses[client.role].micro_batch_tokens for client in self._run.clients.trained}
         engines = self._run.generation.engines()
         if stored is not None and (moved := moved_note(stored.engines, engines)):

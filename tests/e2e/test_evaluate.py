@@ -52,7 +52,7 @@ def test_quartet_evaluate_reproduces_the_metrics_of_the_last_evaluation(
     assert (result.code, result.leftovers) == (0, [])
     assert "prompts are over data.max_prompt_tokens 24 and dropped" in result.err
     # The command uses all threads and each service used one, so rounding may differ.
-    assert {"step": STEPS, **json.loads(result.out)} == pytest.approx(last, abs=1e-4)
+    assert {"step": STEPS, "policy_version": STEPS, **json.loads(result.out)} == pytest.approx(last, abs=1e-4)
     rows, expected = (
         lines(tmp_path / "rows.jsonl"),
         lines(evaluated_run.directory / f"evaluations/step-{STEPS:06d}.jsonl"),

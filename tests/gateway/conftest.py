@@ -30,7 +30,11 @@ def finished_run(make: MakeConfig, toy_task: ToyTask, tmp_path_factory: pytest.T
             rollout={"samples_per_prompt": 2},
             checkpoint={"every_steps": 2},
             data={"validation": str(toy_task.prompts)},
-            evaluation={"every_steps": 2, "max_prompts": 3},
+            evaluation={
+                "every_steps": 2,
+                "max_prompts": 3,
+                "sets": [{"name": "toy", "path": str(toy_task.prompts), "samples_per_prompt": 2, "pass_at": [2]}],
+            },
         )
     )
     run.files.append_alert(Alert(1, "kl_runaway", "warn", "kl_mean 30", "lower the learning rate"))

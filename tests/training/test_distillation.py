@@ -89,7 +89,8 @@ def test_evaluations_report_the_kl_and_no_scores(make: MakeConfig, teacher: str,
     run = run_to_completion(config)
     files = RunFiles(config.run_directory)
     for summary in json_lines(files.evaluation_summaries):
-        assert summary.keys() == {"step", "eval_kl", "eval_tokens_greedy", "eval_tokens_sampled", "eval_eos_rate"}
+        metrics = {"eval_kl", "eval_tokens_greedy", "eval_tokens_sampled", "eval_eos_rate"}
+        assert summary.keys() == {"step", "policy_version", *metrics}
     assert [row["score_sampled"] for row in json_lines(files.evaluations / "step-000001.jsonl")] == [None] * 3
     assert run.code == 0
 

@@ -273,12 +273,13 @@ def test_a_failed_later_evaluation_becomes_a_note_and_the_run_continues(
     failures: dict[int, QuartetError] = {2: ComputationFailed(message), 3: InvalidRequest(message)}
     lost, real = [ServiceUnavailable("reward: gone")], Evaluator._responses
 
-    def fail(self: Evaluator, version: int, *arguments: Any) -> Any:
+    def fail(self: Evaluator, request: Any, *arguments: Any) -> Any:
+        version = request.policy_version
         if version == 1 and lost:
             raise lost.pop()
         if version in failures:
             raise failures[version]
-        return real(self, version, *arguments)
+        return real(self, request, *arguments)
 
     monkeypatch.setattr(Evaluator, "_responses", fail)
     with structlog.testing.capture_logs() as logged:

@@ -112,10 +112,39 @@ def test_evaluations_are_stored_and_compared_with_the_initial_policy(
     assert any(note.startswith("evaluation after step 3: ") for note in run.progress.notes)
 
 
+def test_evaluation_sets_are_recorded_with_the_version_of_the_policy(
+    make: MakeConfig, functions: Path, toy_task: ToyTask
+) -> None:
+    sets = [
+        {
+            "name": "easy",
+            "path": str(toy_task.prompts),
+            "samples_per_prompt": 3,
+            "pass_at": [1, 2],
+            "success_score": 0.0,
+        },
+        {"name": "hard", "path": str(functions / "prompts.jsonl"), "max_prompts": 2, "pass_at": [1]},
+    ]
+    config = make(run={"steps": 3}, evaluation={"every_steps": 2, "max_prompts": 4, "sets": sets})
+    run = run_to_completion(config)
+    summaries = json_lines(run.files.evaluation_summaries)
+    assert [(item["step"], item["policy_version"]) for item in summaries] == [(0, 0), (2, 2), (3, 3)]
+    for summary in summaries:
+        for name, count, samples in (("easy", 4, 3), ("hard", 2, 1)):
+            rows = json_lines(run.files.evaluation_of(summary["step"], name))
+            assert [item["policy_version"] for item in rows] == [summary["step"]] * count
+            assert {len(item["samples"]) for item in rows} == {samples}
+            shares = [item["successes"] / samples for item in rows]
+            assert summary[f"eval_{name}_pass_at_1"] == pytest.approx(fmean(shares))
+    assert not any(name.startswith(("eval_reward", "eval_win")) for name in summaries[-1])
+    assert any("easy pass at 2" in note for note in run.progress.notes)
+
+
 def test_evaluation_does_not_change_training(make: MakeConfig, toy_task: ToyTask) -> None:
+    sets = [{"name": "more", "path": str(toy_task.prompts), "samples_per_prompt": 2, "pass_at": [2]}]
     evaluated: dict[str, Any] = {
         "data": {"validation": str(toy_task.prompts)},
-        "evaluation": {"every_steps": 1, "max_prompts": 3},
+        "evaluation": {"every_steps": 1, "max_prompts": 3, "sets": sets},
     }
     with_evaluation, without_evaluation = run_to_completion(make(**evaluated)), run_to_completion(make())
     weights = [run.files.policy / "model.safetensors" for run in (with_evaluation, without_evaluation)]

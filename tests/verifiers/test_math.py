@@ -8,7 +8,7 @@ import pytest
 
 from quartet.verifiers import math, math_comparison
 from quartet.verifiers.errors import ComputationTooLarge, InvalidField
-from quartet.verifiers.math import final_answer
+from quartet.verifiers.math import final_answer, given_answer
 from tests.waiting import LIMIT
 
 
@@ -108,3 +108,38 @@ def test_an_answer_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPat
 def test_a_bad_answer_is_an_error(fields: dict[str, object]) -> None:
     with pytest.raises(InvalidField, match="answer"):
         final_answer("", "1", fields)
+
+
+@pytest.mark.parametrize(
+    ("responses", "text"),
+    [
+        ([r"so \boxed{\frac{1}{2}}", "0.5", "the answer is 50%", r"1 or \boxed{2^{-1}}"], "1/2"),
+        (["3 + 4 = 7", r"\boxed{7.0}", "the answer is 7"], "7"),
+        (["1,000", "1000"], "1000"),
+        ([r"\boxed{1+x^2}", r"$\boxed{x^2+1}$"], "x**2 + 1"),
+        ([r"\boxed{\sqrt{2}}", r"\boxed{2^{1/2}}", "1.4142136"], "707107/500000"),
+        (["12345678901234567890"], "12345678901234567890"),
+    ],
+)
+def test_equal_answers_have_one_text(responses: list[str], text: str) -> None:
+    assert [given_answer("", response, {}) for response in responses] == [text] * len(responses)
+
+
+def test_different_answers_have_different_texts() -> None:
+    responses = ["7", "8", "-7", r"\boxed{x}", r"\boxed{y}", r"\boxed{\text{B}}"]
+    assert len({given_answer("", response, {}) for response in responses}) == len(responses)
+    assert given_answer("", "0.12", {}, decimals=1) == given_answer("", "0.1", {}) != given_answer("", "0.12", {})
+
+
+@pytest.mark.parametrize("response", ["", "no number", r"\boxed{9^{9^{9^9}}}"])
+def test_a_response_without_an_answer_has_none(response: str) -> None:
+    assert given_answer("", response, {}) is None
+
+
+def test_an_answer_that_takes_too_long_to_compute_is_none() -> None:
+    assert given_answer("", r"\boxed{(9^{999999})^{99999}}", {}, seconds=0.5) is None
+    assert given_answer("", "3", {}) == "3"
+
+
+def test_only_the_end_of_a_long_response_is_searched_for_the_answer() -> None:
+    assert given_answer("", "the answer is 4" + " " * 50, {}, max_characters=20) is None

@@ -12,7 +12,7 @@ import pytest
 
 from quartet.errors import ConfigError
 from quartet.verifiers.errors import InvalidField, VerifierTimeout
-from quartet.verifiers.text import exact_match, regular_expression, required_sections, required_tags
+from quartet.verifiers.text import exact_match, given_answer, regular_expression, required_sections, required_tags
 
 
 @pytest.mark.parametrize(
@@ -117,3 +117,10 @@ def test_a_missing_package_is_reported_when_a_config_is_checked(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"the package {package} is not installed.*quartet-rlhf\[verifiers\]"):
         importlib.reload(imported)
+
+
+def test_responses_that_match_the_same_answers_have_one_text() -> None:
+    assert given_answer("", " New \n York", {}) == given_answer("", "New York", {}) == "New York"
+    assert given_answer("", "PARIS", {}, ignore_case=True) == given_answer("", "Paris", {}, ignore_case=True)
+    assert given_answer("", "PARIS", {}) != given_answer("", "Paris", {})
+    assert given_answer("", " \n", {}) is None

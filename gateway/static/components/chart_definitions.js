@@ -32,6 +32,19 @@ export function chartsBy(definitions) {
   });
 }
 
+/** Return the definitions that charts show of the metrics in `names`, with the names of sets and parts filled in. */
+export function definitionsOf(definitions, names) {
+  return definitions.filter(({ chart }) => chart).flatMap((definition) => {
+    if (!definition.name.includes("NAME")) return names.includes(definition.name) ? [definition] : [];
+    const pattern = new RegExp(`^${definition.name.replace(/K$/, "(?<K>\\d+)").replace("NAME", "(?<NAME>.+)")}$`);
+    return names.flatMap((name) => {
+      const values = pattern.exec(name)?.groups;
+      const filled = (text) => text.replace(/\b(NAME|K)\b/g, (word) => values[word] ?? word);
+      return values ? [{ ...definition, name, label: filled(definition.label), meaning: filled(definition.meaning) }] : [];
+    });
+  });
+}
+
 /** Return the charts of a run's steps. They depend on its KL target, its reward parts, and on whether it has scores, a teacher and a critic. */
 export function chartsOf(definitions, detail) {
   const shown = definitions.filter(({ name, chart, needs }) => chart && !name.startsWith("eval_") && (!needs || detail[`has_${needs}`]));

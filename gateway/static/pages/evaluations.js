@@ -3,7 +3,7 @@
 import { updateQuery } from "../address.js";
 import * as api from "../api.js";
 import { buttonGroup } from "../components/button_group.js";
-import { chartsBy, formatOf } from "../components/chart_definitions.js";
+import { chartsBy, definitionsOf, formatOf } from "../components/chart_definitions.js";
 import { ChartGroup } from "../components/chart_group.js";
 import { empty, failure, fillWith, loading } from "../components/placeholders.js";
 import { table } from "../components/table.js";
@@ -22,7 +22,7 @@ export async function evaluationsPage({ frame, run, element, query, signal }) {
 class EvaluationsPage {
   constructor(frame, run, signal, query) {
     Object.assign(this, { frame, run, signal });
-    this.wanted = { left: query.get("left"), right: query.get("right"), kind: query.get("kind") ?? "greedy", show: query.get("show") ?? "all" };
+    this.wanted = { left: query.get("left"), right: query.get("right"), set: query.get("set") ?? "", kind: query.get("kind") ?? "greedy", show: query.get("show") ?? "all" };
     this.body = h("div", { class: "stack" }, loading());
     this.element = h("div", {}, h("div", { class: "page-head" }, h("h2", {}, "Evaluations")), this.body);
     frame.events.on("evaluation", () => this.read(), signal);
@@ -51,16 +51,21 @@ class EvaluationsPage {
     curves.element.classList.add("small");
     const steps = this.evaluations.map((item) => item.step);
     const range = [Math.min(...steps), Math.max(...steps, Math.min(...steps) + 1)];
-    const has = ({ name }) => this.evaluations.some((item) => Number.isFinite(item.metrics[name]));
-    for (const chart of chartsBy(this.frame.definitions.filter((definition) => definition.chart && has(definition)))) {
+    const names = this.names().filter((name) => this.evaluations.some((item) => Number.isFinite(item.metrics[name])));
+    for (const chart of chartsBy(definitionsOf(this.frame.definitions, names))) {
       const card = curves.add(chart);
       card.set({ range, marks: [], series: chart.names.map((name) => ({ x: steps, y: this.evaluations.map((item) => item.metrics[name] ?? null) })) });
     }
     return curves.element;
   }
 
+  /** Names of the metrics, those of evaluation sets included. */
+  names() {
+    return [...new Set(this.evaluations.flatMap((item) => Object.keys(item.metrics)))].filter((name) => name !== "step");
+  }
+
   summaries() {
-    const names = [...new Set(this.evaluations.flatMap((item) => Object.keys(item.metrics)))].filter((name) => name !== "step");
+    const names = this.names();
     return h(
       "section",
       { class: "panel" },
@@ -70,14 +75,16 @@ class EvaluationsPage {
         rows: [...this.evaluations].reverse(),
         columns: [
           { label: "Step", head: true, cell: (row) => (row.step ? whole(row.step) : "0 (initial policy)") },
-          ...names.map((name) => ({ label: words(name.replace("eval_", "")), number: true, cell: (row) => this.formatOf(name)(row.metrics[name]) })),
+          { label: "Policy version", number: true, cell: (row) => (Number.isFinite(row.policy_version) ? whole(row.policy_version) : "–") },
+          ...names.map((name) => ({ label: titleOf(name), number: true, cell: (row) => this.formatOf(name)(row.metrics[name]) })),
         ],
       }),
     );
   }
 
   formatOf(name) {
-    return formatOf(this.frame.definitions.find((definition) => definition.name === name)?.unit ?? "").format ?? number;
+    const definition = this.frame.definitions.find((each) => each.name === name) ?? definitionsOf(this.frame.definitions, [name])[0];
+    return formatOf(definition?.unit ?? "").format ?? number;
   }
 
   chooser() {
@@ -94,11 +101,29 @@ class EvaluationsPage {
       );
       return h("div", { class: "field" }, h("label", { for: id }, label), list);
     };
-    const kinds = buttonGroup("Responses", [["greedy", "greedy"], ["sampled", "sampled"]], this.wanted.kind, (kind) => this.filter({ kind }));
+    const sets = [...new Set(this.evaluations.flatMap((item) => item.sets))];
+    if (this.names().includes("eval_tokens_greedy")) sets.unshift("");
+    this.set = sets.includes(this.wanted.set) ? this.wanted.set : (sets[0] ?? "");
+    const kinds = this.set ? null : buttonGroup("Responses", [["greedy", "greedy"], ["sampled", "sampled"]], this.wanted.kind, (kind) => this.filter({ kind }));
     const filters = [["all", "all"], ["better", "right better"], ["worse", "right worse"], ["different", "texts differ"]];
     const which = buttonGroup("Prompts", filters, this.wanted.show, (show) => this.filter({ show }));
     this.search = h("input", { type: "search", placeholder: "Text in prompt or response", "aria-label": "Text in prompt or response", "data-filter": true, oninput: () => this.drawPair() });
-    return h("section", { class: "panel filters", "aria-label": "Two evaluations side by side" }, pick("Left", "left"), pick("Right", "right"), kinds, which, this.search);
+    return h("section", { class: "panel filters", "aria-label": "Two evaluations side by side" }, this.setList(sets), pick("Left", "left"), pick("Right", "right"), kinds, which, this.search);
+  }
+
+  /** List of the prompts to show: those of validation, or those of an evaluation set. */
+  setList(sets) {
+    if (sets.length < 2 && !this.set) return null;
+    const id = freshId("set");
+    const list = h("select", { id, onchange: () => this.chooseSet(list.value) }, sets.map((name) => h("option", { value: name, selected: name === this.set }, name || "validation")));
+    return h("div", { class: "field" }, h("label", { for: id }, "Prompts"), list);
+  }
+
+  chooseSet(set) {
+    this.wanted.set = set;
+    updateQuery({ set });
+    replace(this.body, ...this.drawn());
+    this.readPair();
   }
 
   choose(side, step) {
@@ -116,9 +141,9 @@ class EvaluationsPage {
 
   async readPair() {
     try {
-      const [left, right] = await Promise.all([this.left, this.right].map((step) => api.evaluationRows(this.run, step, this.signal)));
+      const [left, right] = await Promise.all([this.left, this.right].map((step) => this.readRows(step)));
       if (this.signal.aborted) return;
-      this.rows = { left: left.map((row) => row.values), right: new Map(right.map((row) => [row.values.index, row.values])) };
+      this.rows = { left, right: new Map(right.map((row) => [row.index, row])) };
       this.most = ROWS;
       this.drawPair();
     } catch (problem) {
@@ -128,9 +153,17 @@ class EvaluationsPage {
     }
   }
 
+  async readRows(step) {
+    if (!this.set) return (await api.evaluationRows(this.run, step, this.signal)).map((row) => row.values);
+    // A set has no responses at a step before it was added.
+    if (!this.evaluations.find((item) => item.step === step)?.sets.includes(this.set)) return [];
+    return (await api.evaluationSetRows(this.run, step, this.set, this.signal)).map((row) => firstSample(row.values));
+  }
+
   drawPair() {
     if (!this.rows) return;
-    const { kind, show } = this.wanted;
+    const { show } = this.wanted;
+    const kind = this.set ? "sampled" : this.wanted.kind;
     const text = this.search.value.trim().toLowerCase();
     const pairs = this.rows.left
       .map((left) => [left, this.rows.right.get(left.index)])
@@ -151,7 +184,7 @@ class EvaluationsPage {
     const scores = [left, right].map((row) => row[`score_${kind}`]);
     const answer = (row, at, step) => {
       const better = Number.isFinite(scores[0]) && scores[at] > scores[1 - at];
-      const facts = [`${whole(row[`tokens_${kind}`])} tokens`, row[`finished_${kind}`] === false ? "at the limit" : "", kind === "sampled" && row.kl !== null ? `KL ${number(row.kl)}` : ""];
+      const facts = [row.successes ?? "", `${whole(row[`tokens_${kind}`])} tokens`, row[`finished_${kind}`] === false ? "at the limit" : "", kind === "sampled" && Number.isFinite(row.kl) ? `KL ${number(row.kl)}` : ""];
       return h(
         "article",
         { class: `answer${better ? " better" : ""}` },
@@ -174,10 +207,22 @@ function fits(left, right, kind, show) {
   return show === "all" || left[kind] !== right[kind];
 }
 
+/** Return the row of a prompt of a set as one of a validation prompt: its first sample, and how many samples are successes. */
+function firstSample({ samples, successes, ...row }) {
+  const [first] = samples;
+  const facts = { score_sampled: first.score, tokens_sampled: first.tokens, finished_sampled: first.finished };
+  return { ...row, ...facts, sampled: first.response, successes: `${whole(successes)} of ${whole(samples.length)} succeed` };
+}
+
+/** Return the name of a metric in words, such as "gsm8k pass@8". */
+function titleOf(name) {
+  return words(name.replace("eval_", "").replace(/_(pass|maj)_at_(\d+)$/, " $1@$2"));
+}
+
 function known(steps, wanted, otherwise) {
   return wanted !== null && steps.includes(Number(wanted)) ? Number(wanted) : otherwise;
 }
 
 function nothing() {
-  return empty("No evaluations", "Set ", h("code", {}, "evaluation.every_steps"), " and ", h("code", {}, "data.validation"), " to evaluate the policy during training.");
+  return empty("No evaluations", "Set ", h("code", {}, "evaluation.every_steps"), " and ", h("code", {}, "data.validation"), " or ", h("code", {}, "evaluation.sets"), " to evaluate the policy during training.");
 }

@@ -1,14 +1,17 @@
-"""Evaluation of the policy: responses to the validation prompts, scored and compared with those of the initial policy."""
+"""Evaluation of the policy: responses to the validation prompts, scored and compared with those of the initial policy, and
+samples of the evaluation sets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
 
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.buffer.turn_records import TurnRecordStore
+from quartet.config.evaluation import EvaluationSetConfig
 from quartet.contract.generation import GenerationBatch, SamplingParameters, requests_of
 from quartet.contract.trajectory import Prompt
 from quartet.data.evaluation import (
@@ -27,6 +30,7 @@ from quartet.data.evaluation import (
     summarize,
     texts_of,
 )
+from quartet.data.evaluation_sets import AnswerFinder, EvaluationSet, set_row, summarize_set
 from quartet.errors import ComputationFailed, InvalidRequest, ScorerFailed
 from quartet.services.orchestrator.checkpointing.step_artifacts import failed_evaluation_row
 from quartet.services.orchestrator.context import RunContext
@@ -37,17 +41,20 @@ log = structlog.get_logger()
 
 
 class Evaluator:
-    """Evaluator of the policy: two responses to each validation prompt, greedy and sampled, compared with the initial policy's.
+    """Evaluator of the policy: two responses to each validation prompt, greedy and sampled, compared with the initial policy's,
+    and samples of the evaluation sets.
 
     The evaluation before the first step is the baseline of all later ones. If another process made it, it is read from the run's
     files. A failure of a later one does not stop training.
     """
 
-    def __init__(self, run: RunContext, prompts: Sequence[Prompt], tokenizer: Any) -> None:
-        """``prompts`` come from ``read_validation_prompts``, in order. A run without evaluations needs none.
+    def __init__(
+        self, run: RunContext, prompts: Sequence[Prompt], tokenizer: Any, sets: Sequence[Sequence[Prompt]] = ()
+    ) -> None:
+        """``prompts`` come from ``read_validation_prompts``, in order, ``sets`` from ``read_evaluation_sets``.
 
-        Starts the judge's process, if a judge is configured; ``close`` ends it. Raises ConfigError if the judge cannot be
-        imported.
+        A run without evaluations needs none. Starts the processes of the judge and of functions that find answers, if they are
+        configured; ``close`` ends them. Raises ConfigError if a function cannot be imported.
         """
         config = run.config
         self._config, self._generation, self._files = config, run.generation, run.files
@@ -63,11 +70,30 @@ class Evaluator:
         self._prompts = list(prompts)
         self._tokenizer = tokenizer
         self._baseline: dict[int, PromptResponses] | None = None
-        judge = config.evaluation.judge if self._every else None
-        self._worker = (
-            FunctionWorker(judge, "evaluation.judge", quotes=config.evaluation.quote_texts) if judge else None
-        )
-        self._judge = Judge(judge, self._worker, config.evaluation.timeout_seconds) if judge and self._worker else None
+        self._workers: list[FunctionWorker | AnswerFinder] = []
+        try:
+            self._judge = self._start_judge()
+            self._sets = [
+                EvaluationSet(each, prompts_of_set, self._start_answers(each))
+                for each, prompts_of_set in zip(config.evaluation.sets if sets else (), sets, strict=True)
+            ]
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_judge(self) -> Judge | None:
+        evaluation = self._config.evaluation
+        if not self._every or evaluation.judge is None:
+            return None
+        worker = FunctionWorker(evaluation.judge, "evaluation.judge", quotes=evaluation.quote_texts)
+        self._workers.append(worker)
+        return Judge(evaluation.judge, worker, evaluation.timeout_seconds)
+
+    def _start_answers(self, each: EvaluationSetConfig) -> AnswerFinder | None:
+        finder = AnswerFinder.start(each, self._config)
+        if finder is not None:
+            self._workers.append(finder)
+        return finder
 
     def resume(self) -> None:
         """Continue after the last evaluation in the run's files."""
@@ -82,7 +108,7 @@ class Evaluator:
     def evaluate_and_report(self, step: int, leader_epoch: int) -> None:
         """Evaluate the policy after ``step`` and report the result. A failure is recorded; at step 0 it is raised."""
         self._last_step = step
-        self._board.update(phase="evaluate", num_scored=0, num_expected=2 * len(self._prompts))
+        self._board.update(phase="evaluate", num_scored=0, num_expected=self._num_responses)
         try:
             summary = self.evaluate(step, step, leader_epoch, self._board.show_scored)
         except (ComputationFailed, InvalidRequest) as error:
@@ -114,21 +140,38 @@ class Evaluator:
         Returns the means by metric name. ``on_progress`` receives the number of scored responses, two per prompt. Raises the
         error of generation, scoring or judge; nothing is written then.
         """
-        rollout, count = self._config.rollout, len(self._prompts)
+        rollout, scored = self._config.rollout, 0
         weights = self._config_at(max(1, step)).reward.part_weights
-        greedy = self._responses(policy_version, leader_epoch, greedy_sampling(rollout), on_progress, weights)
-        sampled = self._responses(
-            policy_version, leader_epoch, run_sampling(rollout), lambda scored: on_progress(count + scored), weights
-        )
-        texts = texts_of(self._tokenizer, [prompt.token_ids for prompt in self._prompts], special_tokens=True)
+
+        def responses(
+            prompts: Sequence[Prompt], sampling: SamplingParameters, samples: int = 1, with_kl: bool = False
+        ) -> list[Response]:
+            nonlocal scored
+            before, request = scored, _Request(prompts, sampling, samples, policy_version, leader_epoch)
+            result = self._responses(request, lambda count: on_progress(before + count), weights, with_kl)
+            scored += len(result)
+            return result
+
+        greedy = responses(self._prompts, greedy_sampling(rollout))
+        sampled = responses(self._prompts, run_sampling(rollout), with_kl=True)
         policy = {
-            prompt.index: PromptResponses(text, *responses)
-            for prompt, text, *responses in zip(self._prompts, texts, greedy, sampled, strict=True)
+            prompt.index: PromptResponses(text, *own)
+            for prompt, text, *own in zip(self._prompts, self._texts(self._prompts), greedy, sampled, strict=True)
         }
         baseline = policy if step == 0 else self._read_baseline()
         comparisons = compare(self._prompts, policy, self._by_weights(baseline, weights), self._judge)
-        summary = summarize(comparisons)
-        self._files.write_evaluation(step, summary, [row(comparison) for comparison in comparisons])
+        summary, rows = summarize(comparisons), {}
+        for each in self._sets:
+            found = responses(each.prompts, run_sampling(rollout), each.settings.samples_per_prompt)
+            prompts = each.group(self._texts(each.prompts), found)
+            summary |= summarize_set(each.settings, prompts)
+            rows[each.settings.name] = [
+                {"policy_version": policy_version} | set_row(each.settings, prompt) for prompt in prompts
+            ]
+        # Each response has been checked to be by this version, see ``Collector``.
+        version = {"policy_version": policy_version}
+        records = [version | row(comparison) for comparison in comparisons]
+        self._files.write_evaluation(step, version | summary, records, rows)
         self._baseline = baseline
         return summary
 
@@ -138,9 +181,20 @@ class Evaluator:
             self._turns.forget_step(STEP)
 
     def close(self) -> None:
-        """End the judge's process. May be called again."""
-        if self._worker is not None:
-            self._worker.close()
+        """End the processes of functions. May be called again."""
+        for worker in self._workers:
+            worker.close()
+
+    @property
+    def _num_responses(self) -> int:
+        """Number of responses of an evaluation."""
+        of_sets = sum(each.settings.samples_per_prompt * len(each.prompts) for each in self._sets)
+        return 2 * len(self._prompts) + of_sets
+
+    def _texts(self, prompts: Sequence[Prompt]) -> list[str]:
+        ids = [prompt.token_ids for prompt in prompts]
+        # Tokenizers decode an empty batch as an empty text.
+        return texts_of(self._tokenizer, ids, special_tokens=True) if ids else []
 
     def _read_baseline(self) -> dict[int, PromptResponses]:
         return self._baseline or responses_of(self._files.read_evaluation(0), "step-000000.jsonl")
@@ -155,31 +209,33 @@ class Evaluator:
 
     def _responses(
         self,
-        policy_version: int,
-        leader_epoch: int,
-        sampling: SamplingParameters,
+        request: _Request,
         on_progress: Callable[[int], None],
         weights: Mapping[str, float],
+        with_kl: bool,
     ) -> list[Response]:
-        """Return one response to each prompt, in the order of the prompts."""
-        run = self._config.run
+        """Return the samples of each prompt, in the order of the prompts. ``with_kl``: also their KL to the reference."""
+        if not request.prompts:
+            return []
+        run, prompts = self._config.run, request.prompts
         # An interrupted evaluation may have left trajectories in the stream.
         self._collector.reset()
-        self._stream.reset(leader_epoch)
+        self._stream.reset(request.leader_epoch)
+        # Users answer no prompts of a file, so each response is a single one. And every sample of an evaluation counts.
+        episode = None if self._config.has_traffic else episode_settings(self._config.rollout, prompts)
         batch, generation = self._generation.start(
             GenerationBatch(
                 stream_name(run.name),
                 STEP,
-                leader_epoch,
-                requests_of(stream_name(run.name), STEP, self._prompts, samples=1),
-                sampling,
+                request.leader_epoch,
+                requests_of(stream_name(run.name), STEP, prompts, request.samples),
+                request.sampling,
                 run.seed,
-                policy_version,
-                # Users answer no prompts of a file, so each has one response.
-                episode=None if self._config.has_traffic else episode_settings(self._config.rollout, self._prompts),
+                request.policy_version,
+                episode=episode and replace(episode, kept_samples=0),
             )
         )
-        fields = {prompt.index: prompt.fields for prompt in self._prompts} if self._config.reward.needs_fields else {}
+        fields = {prompt.index: prompt.fields for prompt in prompts} if self._config.reward.needs_fields else {}
         collected = self._collector.collect(batch, generation, on_progress, fields, weights=weights)
         self._collector.reset()
         self._stream.acknowledge(collected.entry_ids)
@@ -192,8 +248,19 @@ class Evaluator:
                 item.trajectory,
                 text,
                 item.score,
-                item.reference_log_probs if sampling.temperature else None,
+                item.reference_log_probs if with_kl else None,
                 item.parts,
             )
             for item, text in zip(collected.scored, texts, strict=True)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Request for ``samples`` responses to each prompt, by the policy after ``policy_version`` updates."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingParameters
+    samples: int
+    policy_version: int
+    leader_epoch: int

@@ -12,6 +12,7 @@ from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.contract.trajectory import Prompt
 from quartet.data.evaluation import read_training_prompts, read_validation_prompts
+from quartet.data.evaluation_sets import read_evaluation_sets
 from quartet.data.prompt_order import MixedPromptOrder, PromptOrder, StepPrompts, WeightedPrompts
 from quartet.data.prompt_settings import NO_REVISIONS
 from quartet.models.weights.tokenizer import load_tokenizer
@@ -82,6 +83,18 @@ def validation_prompts(
         add_note(f"validation: {line}")
     _check(config, encoded.prompts, statuses)
     return encoded.prompts
+
+
+def evaluation_sets(
+    config: Config, statuses: ServiceStatuses, add_note: AddNote, revisions: Mapping[str, str] = NO_REVISIONS
+) -> list[Sequence[Prompt]]:
+    """Return the prompts of each of ``evaluation.sets``. ``revisions``: see ``read_evaluation_sets``. Raises ConfigError."""
+    sets = read_evaluation_sets(config, _loader(config), statuses[Role.ACTOR].vocabulary_size, revisions)
+    for each, encoded in zip(config.evaluation.sets, sets, strict=True):
+        for line in encoded.notes:
+            add_note(f"{each.name}: {line}")
+        _check(config, encoded.prompts, statuses)
+    return [encoded.prompts for encoded in sets]
 
 
 def _loader(config: Config) -> Callable[[], Any]:

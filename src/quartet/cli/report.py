@@ -104,6 +104,8 @@ async def _responses(client: httpx2.AsyncClient, run: str, trajectories: Path) -
     evaluations = (await get(f"{run}/evaluations", limit=500))["items"]
     for evaluation in (*evaluations[:1], *evaluations[1:][-1:]):
         await get(f"{run}/evaluations/{evaluation['step']}", limit=EVALUATION_ROWS)
+        for set_name in evaluation["sets"]:
+            await get(f"{run}/evaluations/{evaluation['step']}/sets/{set_name}", limit=EVALUATION_ROWS)
     shown: list[Any] = []
     recorded = sorted(int(path.stem.removeprefix("step-")) for path in trajectories.glob("step-*.jsonl"))
     for number in dict.fromkeys([*recorded[-1:], *recorded[:1]]):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from pydantic import model_validator
 
-from quartet.config.rules import generation, sampling, services, training
+from quartet.config.rules import evaluation, generation, sampling, services, training
 from quartet.config.tree import ConfigTree
 
 RULES: tuple[Callable[[ConfigTree], None], ...] = (
@@ -27,6 +27,7 @@ RULES: tuple[Callable[[ConfigTree], None], ...] = (
     services.check_environment,
     services.check_prompts,
     services.check_services,
+    evaluation.check_evaluation,
     services.check_reward_addresses,
     training.check_distillation,
     training.check_scores,

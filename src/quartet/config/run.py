@@ -1,4 +1,4 @@
-"""Settings of the run itself: its name, length and data, and when it is evaluated and saved."""
+"""Settings of the run itself: its name, length and data, and when it is saved."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from quartet.config.prompt_sets import PromptSetConfig
-from quartet.config.section import Count, Fraction, FunctionName, Name, Positive, Section, WholeNumber
+from quartet.config.section import Count, Fraction, Name, Section, WholeNumber
 from quartet.config.template_inputs import TEMPLATE_KEYS, check_template_input
 
 
@@ -78,23 +78,6 @@ class DataConfig(Section):
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"sets: two sets have the name {repeated[0]}; rename one")
         return self
-
-
-class EvaluationConfig(Section):
-    """Regular evaluation on the validation prompts: greedy and sampled responses, compared with those of the initial policy."""
-
-    every_steps: WholeNumber = 0
-    """Steps between evaluations, in addition to one before the first step and one after the last. 0 disables evaluation."""
-    max_prompts: Count = 64
-    """Maximum number of validation prompts to use, from the start of the file."""
-    judge: FunctionName | None = None
-    """Function, as package.module:callable, that compares two responses: f(prompt, response, initial_response, fields). It
-    returns a number from 0 (worse) to 1 (better than the initial response). Null: no judge."""
-    timeout_seconds: Positive = 60.0
-    """Time limit for one call of the judge, in seconds."""
-    quote_texts: bool = False
-    """Include the text of exceptions of the judge in logs and notes, although it may quote prompts and responses. False: only
-    type, file and line."""
 
 
 class CheckpointConfig(Section):

@@ -16,11 +16,12 @@ from quartet.config.deployment import (
     TimeoutsConfig,
 )
 from quartet.config.environment import EnvironmentConfig
+from quartet.config.evaluation import EvaluationConfig
 from quartet.config.guards import GuardsConfig
 from quartet.config.models import ActorConfig, CriticConfig, ReferenceConfig
 from quartet.config.rewards import RewardConfig
 from quartet.config.rollout import RolloutConfig
-from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
+from quartet.config.run import CheckpointConfig, DataConfig, RunConfig
 from quartet.config.section import Section
 from quartet.config.telemetry import TelemetryConfig
 from quartet.config.url_redaction import redact_url

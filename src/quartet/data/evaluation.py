@@ -21,7 +21,7 @@ from quartet.config.rollout import RolloutConfig
 from quartet.config.root import Config
 from quartet.contract.arrays import FloatArray, IntArray
 from quartet.contract.generation import EpisodeSettings, Penalties, SamplingParameters
-from quartet.contract.trajectory import FinishReason, Prompt, Trajectory, TrajectoryId
+from quartet.contract.trajectory import FinishReason, Prompt, Trajectory
 from quartet.data.prompt_cache import load_prompts
 from quartet.data.prompt_encoding import PromptEncoder, PromptSet, select_prompts
 from quartet.data.prompt_settings import NO_REVISIONS, PromptSettings
@@ -48,7 +48,7 @@ def read_training_prompts(
     sets: list[PromptSet] = []
     num_rows = 0
     for settings in PromptSettings.for_training(config, revisions):
-        read = _read_prompts(settings, load_tokenizer, vocabulary_size, report)
+        read = read_prompts(settings, load_tokenizer, vocabulary_size, report)
         shifted = [replace(prompt, index=num_rows + prompt.index) for prompt in read.prompts] if sets else read.prompts
         sets.append(replace(read, prompts=shifted))
         num_rows += read.num_rows
@@ -71,25 +71,22 @@ def read_validation_prompts(
         raise ConfigError(
             "data.validation: null, so there are no prompts to evaluate on; set it to a file of prompts, or data.validation_set"
         )
-    return _read_prompts(settings, load_tokenizer, vocabulary_size)
+    return read_prompts(settings, load_tokenizer, vocabulary_size)
 
 
-def _read_prompts(
+def read_prompts(
     settings: PromptSettings,
     load_tokenizer: Callable[[], Any],
     vocabulary_size: int,
     report: Callable[[str], None] = lambda _: None,
 ) -> PromptSet:
+    """Return the usable prompts of one file or data set, tokenized. See ``read_training_prompts``. Raises ConfigError."""
+
     def make_encoder() -> tuple[PromptEncoder, frozenset[int]]:
         tokenizer = load_tokenizer()
         return PromptEncoder.of(tokenizer, settings.model), frozenset({tokenizer.eos_token_id} - {None})
 
     return select_prompts(load_prompts(settings, make_encoder, report), settings, vocabulary_size)
-
-
-def trajectory_id(run: str, prompt: Prompt) -> TrajectoryId:
-    """Return the id of a response in an evaluation of ``run``."""
-    return TrajectoryId(stream_name(run), STEP, prompt.index, 0)
 
 
 def stream_name(run: str) -> str:
@@ -221,8 +218,13 @@ class Comparison:
 class Worker(Protocol):
     """Process that calls a user's function, see ``quartet.system.user_function.FunctionWorker``."""
 
-    def call(self, arguments: Sequence[Any], timeout: float, about: str = "") -> Any:
+    def call(
+        self, arguments: Sequence[Any], timeout: float, about: str = "", keywords: Mapping[str, Any] | None = None
+    ) -> Any:
         """Return the result, a JSON value. Raises FunctionFailed if the call takes more than ``timeout`` seconds."""
+
+    def close(self) -> None:
+        """End the process. May be called again."""
 
 
 class Judge:

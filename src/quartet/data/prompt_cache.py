@@ -224,6 +224,7 @@ def set_contents(
     validation = PromptSettings.for_validation(config, revisions)
     if config.data.validation_set is not None and validation is not None:
         sets.append(validation)
+    sets += PromptSettings.for_evaluation_sets(config, revisions)
     contents = {}
     for settings in sets:
         rows = rows_file(settings, report)

@@ -122,6 +122,17 @@ class PromptSettings:
         return replace(cls._of(config, data.validation, limit), key="data.validation")
 
     @classmethod
+    def for_evaluation_sets(cls, config: Config, revisions: Mapping[str, str] = NO_REVISIONS) -> list[PromptSettings]:
+        """Return the settings of each of evaluation.sets."""
+        evaluation = config.evaluation
+        return [
+            cls._of_set(
+                config, each, f"evaluation.sets.{each.name}", each.max_prompts or evaluation.max_prompts, revisions
+            )
+            for each in evaluation.sets
+        ]
+
+    @classmethod
     def _of(cls, config: Config, path: Path, limit: int | None) -> PromptSettings:
         data = config.data
         return cls(

@@ -193,7 +193,7 @@ def configured_parallel(config: Config, role: Role) -> Parallel:
 def max_concurrent_sequences(config: Config) -> int:
     """Return the number of sequences that are decoded at the same time. Evaluation may decode more than a step generates."""
     rollout = config.rollout
-    if config.data.has_validation:
+    if config.data.has_validation or config.evaluation.sets:
         return rollout.max_concurrent_sequences
     return min(
         rollout.max_concurrent_sequences,

@@ -76,6 +76,12 @@ def _missing_metrics(config: Config) -> Iterator[tuple[str, str]]:
             "rollout.dynamic_sampling is false",
         ),
         ("generators|weight_update_.*", config.has_generators, "the actor generates"),
+        (
+            "eval_(reward|tokens|win_rate)_(greedy|sampled)|eval_(kl|eos_rate|judge_win_rate)",
+            config.data.has_validation,
+            "data.validation is null",
+        ),
+        (_unknown_sets(config), False, "evaluation.sets has no such set or no such value of pass_at or maj_at"),
         ("eval_judge_win_rate", config.evaluation.judge, "evaluation.judge is null"),
         (_except("set", [each.name for each in config.data.sets], "reward_mean"), False, "data.sets has no such set"),
         (
@@ -93,6 +99,16 @@ def _except(prefix: str, names: list[str], suffixes: str) -> str:
     """Return a regular expression of PREFIX_NAME_SUFFIX with any NAME but ``names``."""
     known = "|".join(map(re.escape, names))
     return rf"{prefix}_(?!({known})_({suffixes})$).+_({suffixes})" if names else rf"{prefix}_.+_({suffixes})"
+
+
+def _unknown_sets(config: Config) -> str:
+    """Return a regular expression of the metrics of evaluation sets that the run does not have."""
+    sets = config.evaluation.sets
+    scored = ("reward_mean",) if config.has_scores else ()
+    known = [f"eval_{each.name}_{suffix}" for each in sets for suffix in ("tokens_mean", "eos_rate", *scored)]
+    known += [name for each in sets for name in each.metrics]
+    own = "|".join(map(re.escape, known))
+    return rf"(?!({own})$)eval_.+_(reward_mean|tokens_mean|eos_rate|pass_at_\d+|maj_at_\d+)"
 
 
 def _means(config: Config) -> list[str]:

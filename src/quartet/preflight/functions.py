@@ -36,6 +36,8 @@ MAX_COLUMN_ROWS = 10_000
 """Maximum number of rows of a set of prompts that are read for the names of columns. Columns of larger sets are not known."""
 JUDGE_ARGUMENTS = ("prompt", "response", "initial_response", "fields")
 """Arguments of a judge: prompt, response, the initial policy's response, and the fields of the prompt's line."""
+ANSWER_ARGUMENTS = ("prompt", "response", "fields")
+"""Arguments of a function that finds the answer in a response of an evaluation set."""
 ALGORITHM_ARGUMENTS = ("inputs",)
 """Arguments of an estimator and of a policy loss."""
 ENVIRONMENT_CHECK = "quartet.environments.host_child:unusable_reason"
@@ -65,6 +67,9 @@ def named_functions(config: Config) -> dict[str, FunctionCall]:
     functions = {}
     if config.evaluation.judge is not None:
         functions["evaluation.judge"] = FunctionCall(config.evaluation.judge, JUDGE_ARGUMENTS)
+    for each in config.evaluation.sets:
+        if each.answer is not None:
+            functions[f"evaluation.sets.{each.name}.answer"] = FunctionCall(each.answer, ANSWER_ARGUMENTS)
     if config.algorithm.custom_estimator is not None:
         functions["algorithm.estimator"] = FunctionCall(config.algorithm.estimator, ALGORITHM_ARGUMENTS)
     if config.services.actor.address is None and config.algorithm.policy_loss not in BUILT_IN_POLICY_LOSSES:

@@ -45,6 +45,7 @@ def check_prompts(config: Config, report: Report, tokenizes: bool = True) -> Ite
     needed = dict(zip((settings.key for settings in files), _needed(config), strict=True))
     if (validation := PromptSettings.for_validation(config, revisions)) is not None:
         files.append(validation)
+    files += PromptSettings.for_evaluation_sets(config, revisions)
     found = [
         each
         for settings in files

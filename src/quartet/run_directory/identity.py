@@ -255,7 +255,7 @@ def fixed_settings(config: Config) -> dict[str, Any]:
                 source[section] = {
                     name: value for name, value in source[section].items() if name not in SCORER_CONNECTION
                 }
-    for each in (*tree["data"]["sets"], tree["data"]["validation_set"] or {}):
+    for each in (*tree["data"]["sets"], tree["data"]["validation_set"] or {}, *tree["evaluation"]["sets"]):
         # The places of a set's rows. Their content stays the same.
         for name in ("path", "dataset", "revision"):
             each.pop(name, None)

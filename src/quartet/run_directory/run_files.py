@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ from quartet.run_directory.step_lines import (
 )
 from quartet.run_directory.token_files import TrajectoryTokens, read_tokens, token_files, write_tokens
 from quartet.system.durable_files import storage_errors, write_durably
+
+NO_SETS: Mapping[str, Iterable[dict[str, Any]]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +244,7 @@ class RunFiles:
         """Remove the records of steps after ``step``, before these steps are recomputed."""
         for path in (self.metrics, self.evaluation_summaries, self.alerts, self.failed_trajectories, self.left_out):
             truncate_step_lines(path, step)
-        for folder in (self.trajectories, self.evaluations):
+        for folder in (self.trajectories, self.evaluations, *(self.evaluations / "sets").glob("*")):
             for path in folder.glob("step-*.jsonl"):
                 if int(path.stem.removeprefix("step-")) > step:
                     with storage_errors(path):
@@ -336,18 +339,27 @@ class RunFiles:
         """Append a step's line to ``timeline.jsonl``. Its first key is ``step``. Raises OSError."""
         append_timeline(self.timeline, line)
 
-    def write_evaluation(self, step: int, summary: Mapping[str, float], rows: Iterable[dict[str, Any]]) -> None:
+    def write_evaluation(
+        self,
+        step: int,
+        summary: Mapping[str, float],
+        rows: Iterable[dict[str, Any]],
+        sets: Mapping[str, Iterable[dict[str, Any]]] = NO_SETS,
+    ) -> None:
         """Write ``evaluations/step-000000.jsonl``, one object for each prompt, and the step's line of ``evaluations.jsonl``.
 
-        Replaces lines of this step and later ones, which an interrupted attempt may have left.
+        ``sets``: the rows of each set, for ``evaluations/sets/NAME/step-000000.jsonl``. Replaces lines of this step and later
+        ones, which an interrupted attempt may have left.
         """
-        self._write_lines(self._evaluation_of(step), rows)
+        for name, rows_of_set in sets.items():
+            self._write_lines(self.evaluation_of(step, name), rows_of_set)
+        self._write_lines(self.evaluation_of(step), rows)
         earlier = [line for line in read_step_lines(self.evaluation_summaries) if line["step"] < step]
         rewrite_step_lines(self.evaluation_summaries, [*earlier, {"step": step, **summary}])
 
     def read_evaluation(self, step: int) -> list[dict[str, Any]]:
         """Return the rows that ``write_evaluation`` wrote. Raises ConfigError if they are missing or damaged."""
-        path = self._evaluation_of(step)
+        path = self.evaluation_of(step)
         try:
             return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
         except (OSError, ValueError) as error:
@@ -367,13 +379,19 @@ class RunFiles:
     def _tokens_of(self, step: int) -> Path:
         return self.tokens / f"step-{step:06d}.safetensors"
 
-    def _evaluation_of(self, step: int) -> Path:
-        return self.evaluations / f"step-{step:06d}.jsonl"
+    def evaluation_sets(self, step: int) -> list[str]:
+        """Return the names of the evaluation sets of which the evaluation after ``step`` has responses, in order."""
+        return sorted(path.parent.name for path in (self.evaluations / "sets").glob(f"*/step-{step:06d}.jsonl"))
+
+    def evaluation_of(self, step: int, set_name: str | None = None) -> Path:
+        """Return the file of an evaluation: of the validation prompts, or of the set with this name."""
+        folder = self.evaluations if set_name is None else self.evaluations / "sets" / set_name
+        return folder / f"step-{step:06d}.jsonl"
 
     @staticmethod
     def _write_lines(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
         with storage_errors(path):
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_durably(path, to_json_lines(items, ensure_ascii=False))
 
 

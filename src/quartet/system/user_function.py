@@ -39,15 +39,22 @@ _POLL = 0.1
 class FunctionWorker:
     """One function in a process. The process is replaced after a timeout or a crash. Calls run one at a time."""
 
-    def __init__(self, function: str, key: str, start_timeout: float = START_TIMEOUT, quotes: bool = False) -> None:
+    def __init__(
+        self,
+        function: str,
+        key: str,
+        start_timeout: float = START_TIMEOUT,
+        quotes: bool = False,
+        quotes_key: str | None = None,
+    ) -> None:
         """Start the process and import ``function`` there, given as package.module:callable.
 
         The working directory is the last entry of the import path. ``key`` is the function's config key, for messages. With
-        ``quotes``, messages include the text of its exceptions, which may quote prompts and responses. Raises ConfigError if the
-        function cannot be imported.
+        ``quotes``, messages include the text of its exceptions, which may quote prompts and responses. ``quotes_key`` is the
+        setting for it, by default ``quote_texts`` beside ``key``. Raises ConfigError if the function cannot be imported.
         """
         self._function, self._name, self._start_timeout = function, f"{key} {function}", start_timeout
-        self._quotes_key = f"{key.rpartition('.')[0]}.quote_texts"
+        self._quotes_key = quotes_key or f"{key.rpartition('.')[0]}.quote_texts"
         self._quotes = quotes
         self._turn = threading.Lock()
         self._closed = threading.Event()

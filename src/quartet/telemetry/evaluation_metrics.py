@@ -42,5 +42,34 @@ EVALUATION_METRICS = (
         "rises with the win rates",
         "diverges from them: the reward is being exploited",
     ),
+    metric(
+        "eval_NAME_pass_at_K",
+        "share of prompts",
+        "Probability that at least one of K responses to a prompt of the evaluation set NAME is a success.",
+        "rises",
+        "stays or falls for large K while it rises for K = 1: the policy loses solutions that it had",
+    ),
+    metric(
+        "eval_NAME_maj_at_K",
+        "share of prompts",
+        "Probability that the answer which most of K responses to a prompt of the evaluation set NAME give is a success.",
+        "above pass@1",
+        "below pass@1: the policy agrees on wrong answers",
+    ),
+    metric(
+        "eval_NAME_reward_mean",
+        "reward",
+        "Mean score of the responses to the prompts of the evaluation set NAME.",
+        "rises with reward_mean",
+        "stays while reward_mean rises: the policy learns nothing that this set needs",
+    ),
+    metric("eval_NAME_tokens_mean", "tokens", "Mean tokens per response to the evaluation set NAME.", "steady"),
+    metric(
+        "eval_NAME_eos_rate",
+        "share of responses",
+        "Share of responses to the evaluation set NAME that end before a limit of tokens or turns.",
+        "near 1",
+        "falls",
+    ),
 )
 """Metrics of evaluations.jsonl."""

@@ -15,7 +15,7 @@ class MetricDefinition:
     __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
 
     name: str
-    """Key in the file. NAME stands for a part of a reward ensemble, or for a set of prompts."""
+    """Key in the file. NAME stands for a part of a reward ensemble, or for a set of prompts, K for a number of responses."""
     unit: str
     """Unit, or an empty string."""
     meaning: str
@@ -26,7 +26,7 @@ class MetricDefinition:
     chart: str = ""
     """Title of the chart that shows it, or an empty string."""
     label: str = ""
-    """Name of its curve in the chart, and in tables for people. NAME stands for a part, as in the name."""
+    """Name of its curve in the chart, and in tables for people. NAME and K stand for a part, as in the name."""
     needs: Literal["", "scores", "critic", "teacher"] = ""
     """Part of a run without which it has no such chart."""
 
@@ -93,6 +93,8 @@ CHART_CURVES: tuple[tuple[str, Literal["", "scores", "critic", "teacher"], dict[
         "",
         {"eval_win_rate_greedy": "greedy", "eval_win_rate_sampled": "sampled", "eval_judge_win_rate": "judge"},
     ),
+    ("Success on evaluation sets", "", {"eval_NAME_pass_at_K": "NAME pass@K", "eval_NAME_maj_at_K": "NAME maj@K"}),
+    ("Reward on evaluation sets", "", {"eval_NAME_reward_mean": "NAME"}),
     ("KL of sampled responses", "", {"eval_kl": "sampled"}),
     ("Length of evaluated responses", "", {"eval_tokens_greedy": "greedy", "eval_tokens_sampled": "sampled"}),
 )

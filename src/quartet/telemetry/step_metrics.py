@@ -7,6 +7,7 @@ report and the command line read it. A test compares the names with those that t
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 from quartet.telemetry.evaluation_metrics import EVALUATION_METRICS
@@ -504,11 +505,21 @@ CHARTS = {
 
 
 def definition_of(name: str) -> MetricDefinition | None:
-    """Return the definition of a metric of a run, with the name of a part or set filled in. None if there is none."""
+    """Return the definition of a metric of a run, with the name of a part or set and K filled in. None if there is none."""
     if name in METRICS:
         return METRICS[name]
     for pattern, definition in METRICS.items():
-        if "NAME" in pattern and (match := re.fullmatch(pattern.replace("NAME", "(.+)"), name)):
-            meaning, label = (text.replace("NAME", match[1]) for text in (definition.meaning, definition.label))
+        if "NAME" in pattern and (match := re.fullmatch(_pattern_of(pattern), name)):
+            meaning, label = (_filled(text, match.groupdict()) for text in (definition.meaning, definition.label))
             return replace(definition, name=name, meaning=meaning, label=label)
     return None
+
+
+def _pattern_of(name: str) -> str:
+    """Return a regular expression of the names that the name of a definition stands for."""
+    return re.sub(r"K$", r"(?P<K>\\d+)", name.replace("NAME", "(?P<NAME>.+)"))
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    """Return a text with the values of NAME and K, where they are words of their own."""
+    return re.sub(r"(?<![A-Z])(NAME|K)(?![A-Z])", lambda match: values.get(match[1], match[1]), text)

@@ -1,4 +1,7 @@
-"""Verifier of mathematical answers: ``quartet.verifiers.math:final_answer``. Needs the extra `verifiers` (math-verify)."""
+"""Verifier of mathematical answers: ``quartet.verifiers.math:final_answer``. Needs the extra `verifiers` (math-verify).
+
+``given_answer`` returns the answer that it finds, for the vote of ``evaluation.sets[].maj_at``.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,29 @@ def final_answer(
     if result is None:
         raise InvalidField(f"fields: {answer_field!r} is neither a number nor an expression in LaTeX")
     return float(result)
+
+
+def given_answer(
+    prompt: str,
+    response: str,
+    fields: dict[str, Any],
+    *,
+    max_characters: int = 4096,
+    seconds: float = 5.0,
+    decimals: int = 6,
+) -> str | None:
+    """Return the final answer of a response, as ``final_answer`` finds it, or None. Numbers that it takes as equal have one text.
+
+    A response that needs more than ``seconds`` of CPU time has no answer. Raises VerifierTimeout if the machine is too busy.
+    """
+    arguments = [response[-max_characters:], decimals, seconds]
+    try:
+        answer: str | None = call_bounded(
+            "quartet.verifiers.math_comparison:normal_form", arguments, WALL_FACTOR * seconds
+        )
+    except ComputationTooLarge:
+        return None
+    return answer
 
 
 def _compare(answer: str, response: str, decimals: int, seconds: float) -> bool | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from fractions import Fraction
 from typing import Any
 
 import math_verify
@@ -45,6 +46,35 @@ def compare(answer: str, response: str, decimals: int, seconds: float) -> bool |
             return False
     finally:
         limit_cpu(0)
+
+
+def normal_form(response: str, decimals: int, seconds: float) -> str | None:
+    """Return the final answer of ``response`` as a text that is the same for equal numbers; None if there is no answer.
+
+    Numbers are rounded to ``decimals``. An answer that is beyond the bounds counts as none. The process ends after ``seconds`` of
+    CPU time.
+    """
+    limit_memory()
+    limit_cpu(seconds)
+    try:
+        if _is_too_large(_last_box(response)):
+            return None
+        try:
+            parsed = _parse(response)
+            return _normal_text(parsed[0], decimals) if parsed else None
+        except Exception:  # For example MemoryError or OverflowError of a large number.
+            return None
+    finally:
+        limit_cpu(0)
+
+
+def _normal_text(answer: Any, decimals: int) -> str:
+    if getattr(answer, "is_number", False):
+        try:
+            return str(round(Fraction(str(answer.doit().evalf(60))), decimals))
+        except ValueError:  # For example a complex number.
+            pass
+    return str(answer)
 
 
 def _last_box(text: str) -> str:

@@ -23,6 +23,11 @@ def exact_match(
     return float(_normal(response, ignore_case) in answers)
 
 
+def given_answer(prompt: str, response: str, fields: dict[str, Any], *, ignore_case: bool = False) -> str | None:
+    """Return the response as ``exact_match`` compares it, for the vote of ``evaluation.sets[].maj_at``; None if it is empty."""
+    return _normal(response, ignore_case) or None
+
+
 def regular_expression(
     prompt: str,
     response: str,

@@ -120,7 +120,11 @@ def test_a_step_has_metrics_and_timeline(run_gateway: Gateway, finished_run: Run
 def test_evaluations_are_listed_with_their_responses(run_gateway: Gateway, finished_run: Run) -> None:
     summaries = lines_of(finished_run.files.evaluation_summaries)
     result = run_gateway.client.get("/runs/finished/evaluations").json()
-    assert [{"step": item["step"], **item["metrics"]} for item in result["items"]] == summaries
+    items = result["items"]
+    read = [{"step": item["step"], "policy_version": item["policy_version"], **item["metrics"]} for item in items]
+    assert read == summaries
+    assert [(item["policy_version"], item["sets"]) for item in items] == [(step, ["toy"]) for step in (0, 2, 3)]
+    assert "eval_toy_pass_at_2" in items[0]["metrics"]
     for summary in summaries:
         step = summary["step"]
         rows = lines_of(finished_run.files.evaluations / f"step-{step:06d}.jsonl")
@@ -134,6 +138,23 @@ def test_evaluations_are_listed_with_their_responses(run_gateway: Gateway, finis
                 break
         assert returned_rows == rows
         assert page["total"] == len(rows) == 3
+        assert {row["policy_version"] for row in rows} == {step}
+
+
+def test_the_samples_of_an_evaluation_set_are_listed(run_gateway: Gateway, finished_run: Run) -> None:
+    rows = lines_of(finished_run.files.evaluation_of(2, "toy"))
+    path = "/runs/finished/evaluations/2/sets/toy"
+    first = run_gateway.client.get(path, params={"limit": 2}).json()
+    rest = run_gateway.client.get(path, params={"cursor": first["next"]}).json()
+    assert [item["values"] for item in (*first["items"], *rest["items"])] == rows
+    assert [len(row["samples"]) for row in rows] == [2, 2, 2]
+    other = run_gateway.client.get("/runs/finished/evaluations/2", params={"cursor": first["next"]})
+    assert (other.status_code, "belongs to another list" in other.text) == (422, True)
+    absent = run_gateway.client.get("/runs/finished/evaluations/2/sets/other")
+    assert absent.status_code == 404
+    assert absent.json()["detail"].startswith("step 2: has no evaluation of the set other")
+    assert run_gateway.client.get("/runs/finished/evaluations/2/sets/%2E%2E%2F..").status_code in (404, 422)
+    assert run_gateway.client.get("/runs/finished/evaluations/2/sets/-a").status_code == 422
 
 
 def test_checkpoints_are_listed_with_their_problems(tmp_path: Path, finished_run: Run) -> None:

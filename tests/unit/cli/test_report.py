@@ -134,13 +134,14 @@ def test_the_first_and_the_last_evaluation_are_in_the_report(files: RunFiles) ->
     rows = [{"index": index, "prompt": "p"} for index in range(EVALUATION_ROWS + 9)]
     files.write_evaluation(0, {"eval_reward_greedy": 1.25}, rows)
     files.write_evaluation(2, {"eval_reward_greedy": 2.0}, rows)
-    files.write_evaluation(4, {"eval_reward_greedy": 2.75}, rows)
+    files.write_evaluation(4, {"eval_reward_greedy": 2.75}, rows, {"gsm8k": rows[:2]})
     responses = written(files)
     summaries = responses["/runs/tiny/evaluations"]["items"]
     assert [item["metrics"]["eval_reward_greedy"] for item in summaries][-1] == 2.75
     assert {path for path in responses if "/evaluations/" in path} == {
         "/runs/tiny/evaluations/0",
         "/runs/tiny/evaluations/4",
+        "/runs/tiny/evaluations/4/sets/gsm8k",
     }
     assert len(responses["/runs/tiny/evaluations/4"]["items"]) == EVALUATION_ROWS
 

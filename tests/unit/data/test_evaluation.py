@@ -14,9 +14,10 @@ import pytest
 from quartet.config.loading import parse_config
 from quartet.config.rollout import RolloutConfig
 from quartet.config.root import Config
-from quartet.contract.generation import SamplingParameters
+from quartet.contract.generation import SamplingParameters, requests_of
 from quartet.contract.trajectory import FinishReason, Prompt, Trajectory, TrajectoryId
 from quartet.data.evaluation import (
+    STEP,
     Comparison,
     Judge,
     PromptResponses,
@@ -29,7 +30,6 @@ from quartet.data.evaluation import (
     run_sampling,
     stream_name,
     summarize,
-    trajectory_id,
     win,
 )
 from quartet.errors import ComputationFailed, ConfigError, DataError
@@ -250,7 +250,7 @@ def test_an_evaluation_uses_greedy_sampling_and_that_of_the_run() -> None:
 
 
 def test_ids_of_evaluation_trajectories_differ_from_those_of_training() -> None:
-    result = trajectory_id("reviews", prompts(12)[0])
+    result = requests_of(stream_name("reviews"), STEP, prompts(12), 1)[0].id
     assert (result.run, result.step, result.prompt, result.sample) == (stream_name("reviews"), 0, 12, 0)
     assert TrajectoryId.parse(str(result)) == result
     with pytest.raises(ConfigError, match=r"run\.name"):

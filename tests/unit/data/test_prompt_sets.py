@@ -265,3 +265,36 @@ def test_a_resumed_run_with_other_rows_is_refused(tmp_path: Path) -> None:
     other = config_with(sets=[{"name": "one", "path": str(moved), "weight": 2}])
     with pytest.raises(ConfigError, match=r"--resume: data\.sets is "):
         identity.check(other, tmp_path, {})
+
+
+def test_a_resumed_run_has_the_rows_of_its_evaluation_sets(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"text": "a"})
+
+    def evaluated(path: Path, samples: int = 2) -> Config:
+        evaluation = {"sets": [{"name": "one", "path": str(path), "samples_per_prompt": samples}]}
+        tree = {"data": {"prompts": str(tmp_path / "t.jsonl")}, "actor": {"model": "a"}, "reward": {"model": "b"}}
+        return config_of({**tree, "evaluation": evaluation})
+
+    write(tmp_path / "t.jsonl", {"text": "t"})
+    config = evaluated(path)
+    identity = Identity.new(config, {}, set_contents(config))
+    assert set(identity.prompt_sets) == {"evaluation.sets.one"}
+    moved = path.rename(tmp_path / "moved.jsonl")
+    config = evaluated(moved)
+    identity.check(config, tmp_path, set_contents(config))
+    with pytest.raises(ConfigError, match=r"--resume: evaluation\.sets is "):
+        identity.check(evaluated(moved, 3), tmp_path, {})
+    write(moved, {"text": "b"})
+    with pytest.raises(ConfigError, match=r"evaluation\.sets\.one: its rows differ from those that the run in"):
+        identity.check(config, tmp_path, set_contents(config))
+
+
+def test_prompts_of_an_evaluation_set_are_limited_and_named(tmp_path: Path) -> None:
+    sets = [{"name": "one", "path": "a"}, {"name": "two", "path": "b", "max_prompts": 7}]
+    tree = {"data": {"prompts": "t"}, "actor": {"model": "a"}, "reward": {"model": "b"}}
+    config = config_of({**tree, "evaluation": {"max_prompts": 3, "sets": sets}})
+    settings = PromptSettings.for_evaluation_sets(config)
+    assert [(each.key, each.limit, each.mapping.set_name) for each in settings] == [
+        ("evaluation.sets.one", 3, "one"),
+        ("evaluation.sets.two", 7, "two"),
+    ]

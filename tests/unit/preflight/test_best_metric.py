@@ -27,6 +27,13 @@ def config(
 
 RLOO = {"algorithm": {"estimator": "rloo"}, "rollout": {"samples_per_prompt": 2}}
 SETS = {"data": {"sets": [{"name": "math", "path": "p"}]}}
+EVALUATED = {
+    "evaluation": {
+        "every_steps": 50,
+        "sets": [{"name": "gsm8k", "path": "p", "samples_per_prompt": 4, "pass_at": [1, 4]}],
+    },
+    "data": {"prompts": "p"},
+}
 ENSEMBLE = {"reward": {"source": "ensemble", "parts": [{"name": "style", "source": "model", "model": "r"}]}}
 MASK = {"algorithm": {"rollout_correction": {"treatment": "mask"}}}
 DISTILLATION: dict[str, Any] = {
@@ -52,6 +59,8 @@ DISTILLATION: dict[str, Any] = {
         ("reward_style_missing", ENSEMBLE),
         ("reward_style_mean", {"services": {"reward": {"address": "127.0.0.1:5000"}}}),
         ("teacher_kl", DISTILLATION),
+        ("eval_gsm8k_pass_at_4", EVALUATED),
+        ("eval_gsm8k_reward_mean", EVALUATED),
     ],
 )
 def test_a_metric_of_each_step_can_decide(metric: str, sections: dict[str, Any]) -> None:
@@ -84,6 +93,9 @@ def test_a_metric_of_each_step_can_decide(metric: str, sections: dict[str, Any])
         ("reward_style_mean", {}, "reward.parts has no such part"),
         ("reward_tone_mean", ENSEMBLE, "reward.parts has no such part"),
         ("reward_style_weight", {}, "reward.parts has no such part"),
+        ("eval_gsm8k_pass_at_2", EVALUATED, "evaluation.sets has no such set"),
+        ("eval_other_eos_rate", EVALUATED, "evaluation.sets has no such set"),
+        ("eval_reward_greedy", EVALUATED, "data.validation is null"),
     ],
 )
 def test_a_metric_that_the_run_does_not_have_is_refused(metric: str, sections: dict[str, Any], reason: str) -> None:

@@ -132,6 +132,16 @@ def test_a_repeated_evaluation_replaces_the_lines_of_an_earlier_attempt(tmp_path
     assert read_step_lines(tmp_path / "evaluations.jsonl") == [{"step": 0, "eval_kl": 0.0}, {"step": 5, "eval_kl": 9.0}]
 
 
+def test_rows_of_evaluation_sets_are_removed_with_their_step(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    for step in (0, 5):
+        files.write_evaluation(step, {}, [], {"step-000001.jsonl": [{"index": step}], "b": []})
+    assert files.evaluation_sets(5) == ["b", "step-000001.jsonl"]
+    files.truncate_after(4)
+    assert (files.evaluation_sets(0), files.evaluation_sets(5)) == (["b", "step-000001.jsonl"], [])
+    assert files.evaluation_of(0, "step-000001.jsonl").read_text() == '{"index": 0}\n'
+
+
 def test_failed_trajectories_of_a_repeated_step_are_written_once(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     files.write_failed_trajectories(1, [])

@@ -20,6 +20,11 @@ def test_the_definition_of_a_metric_names_its_part() -> None:
     assert definition is not None
     assert (definition.name, definition.label) == ("reward_help_ful_mean", "help_ful")
     assert definition.meaning == "Mean unweighted score of the ensemble part help_ful."
+    definition = definition_of("eval_gsm8k_main_pass_at_16")
+    assert definition is not None
+    assert (definition.name, definition.label) == ("eval_gsm8k_main_pass_at_16", "gsm8k_main pass@16")
+    assert definition.meaning.startswith("Probability that at least one of 16 responses to a prompt of")
+    assert definition_of("eval_gsm8k_pass_at_all") is None
     assert definition_of("kl_mean") is METRICS["kl_mean"]
     assert definition_of("no_such_metric") is None
 

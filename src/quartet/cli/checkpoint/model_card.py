@@ -179,7 +179,7 @@ def _evaluation(evaluations: Sequence[Mapping[str, float]]) -> str:
     rows = [
         f"| {name.removeprefix('eval_').replace('_', ' ')} | {first[name]:.4g} | {last[name]:.4g} |"
         for name in last
-        if name != "step" and name in first
+        if name not in ("step", "policy_version") and name in first
     ]
     head = f"| | step {int(first['step'])} | step {int(last['step'])} |"
     return "\n".join(["", "## Evaluation", "", head, "|---|---|---|", *rows, ""])

@@ -146,14 +146,13 @@ def _metric(request: Request, runs: Sequence[PlannedRun]) -> str | None:
     metric = request.metric
     if metric is None:
         return "reward_mean" if runs[0].config.has_scores else None
-    names = list(METRICS)
-    if not any(re.fullmatch(re.escape(name).replace("NAME", ".+"), metric) for name in names):
-        close = difflib.get_close_matches(metric, names, n=1)
+    if definition_of(metric) is None:
+        close = difflib.get_close_matches(metric, list(METRICS), n=1)
         hint = f"did you mean {close[0]}?" if close else "docs/reference/metrics.md lists the metrics"
         raise ConfigError(f"--metric {metric}: unknown metric; {hint}")
     if metric.startswith("eval_") and not runs[0].config.evaluation.every_steps:
         raise ConfigError(
-            f"--metric {metric}: the runs are not evaluated; set evaluation.every_steps and data.validation"
+            f"--metric {metric}: the runs are not evaluated; set evaluation.every_steps, and data.validation or evaluation.sets"
         )
     return metric
 

@@ -175,18 +175,13 @@ def _check_endpoint(config: ConfigTree) -> None:
 
 
 def check_services(config: ConfigTree) -> None:
-    """Raise ValueError if an address, the validation prompts or the buffer do not fit the services."""
+    """Raise ValueError if an address or the buffer does not fit the services."""
     for name in ("actor", "critic"):
         if not isinstance(getattr(config.services, name).address, str | None):
             raise ValueError(
                 f"services.{name}.address: one process has the trained model; give one HOST:PORT. Lists are for reward and "
                 "reference"
             )
-    if config.evaluation.every_steps and not config.data.has_validation:
-        raise ValueError(
-            f"evaluation.every_steps {config.evaluation.every_steps}: data.validation is null; set data.validation, or "
-            "evaluation.every_steps 0"
-        )
     if not config.has_reference and config.services.reference.address:
         raise ValueError(
             "services.reference.address: the actor serves the reference, with its adapter disabled; leave it null, "

@@ -18,7 +18,8 @@ from quartet.cli.inference.evaluate import compare_with_initial
 from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.contract.trajectory import FinishReason, TokenBatch, Trajectory
-from quartet.data.evaluation import greedy_sampling, read_validation_prompts, row, run_sampling, stream_name, summarize
+from quartet.data.evaluation import greedy_sampling, read_validation_prompts, run_sampling, stream_name
+from quartet.data.evaluation_sets import read_evaluation_sets
 from quartet.errors import ComputationFailed, ConfigError, FailedPrecondition
 from quartet.rpc.clients import GenerationClient
 from quartet.run_directory.run_files import RunFiles
@@ -50,6 +51,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine.py").write_text(
         "def answer(prompt, response, fields):\n    return fields['answer']\n"
         "def longer(prompt, response, initial_response, fields):\n    return float(len(response) > len(initial_response))\n"
+        "def length(prompt, response, fields):\n    return float(len(response) % 2)\n"
+        "def first_word(prompt, response, fields):\n    return (response.split() or [None])[0]\n"
         "def failing(*_):\n    raise KeyError('no judge')\n"
         "def hanging(*_):\n    import time\n    time.sleep(600)\n"
     )
@@ -93,7 +96,8 @@ def build(services: Services, clients: dict[Role, Any], redis_client: Redis, red
     with ExitStack() as stack:
 
         def build_evaluator(config: Config, actor: Any = None, reward: Any = None) -> Evaluator:
-            prompts = read_validation_prompts(config, tiny.tokenizer, tiny.VOCABULARY).prompts
+            validation = config.data.validation is not None
+            prompts = read_validation_prompts(config, tiny.tokenizer, tiny.VOCABULARY).prompts if validation else []
             scoring = ScoringServices(
                 replicas_of(reward or clients[Role.REWARD]),
                 replicas_of(clients[Role.REFERENCE]),
@@ -115,7 +119,8 @@ def build(services: Services, clients: dict[Role, Any], redis_client: Redis, red
                 board=ProgressBoard(config.run.name, config.run.steps),
                 telemetry=None,
             )
-            evaluator = Evaluator(run, prompts, tiny.tokenizer())
+            sets = [each.prompts for each in read_evaluation_sets(config, tiny.tokenizer, tiny.VOCABULARY)]
+            evaluator = Evaluator(run, prompts, tiny.tokenizer(), sets)
             stack.callback(evaluator.close)
             return evaluator
 
@@ -214,7 +219,7 @@ def test_a_later_policy_is_compared_with_the_first_evaluation_also_after_a_resta
     assert after["eval_kl"] > 0.1
     lines = read_step_lines(config.run_directory / "evaluations.jsonl")
     assert [line.pop("step") for line in lines] == [0, STEP]
-    assert lines[1] == after
+    assert lines[1] == {"policy_version": 0, **after}
 
 
 def test_quartet_evaluate_gives_the_same_rows(
@@ -223,10 +228,90 @@ def test_quartet_evaluate_gives_the_same_rows(
     config = configure(evaluation={"every_steps": 1, "max_prompts": NUM_PROMPTS, "judge": "mine:longer"})
     build(config).evaluate(0, 0, 1)
     summary = build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0, 1)
-    result, notes = compare_with_initial(str(trained), config, "cpu")
-    assert [row(item) for item in result] == rows_of(config, STEP)
-    assert summarize(result) == summary
-    assert notes == []
+    result = compare_with_initial(str(trained), config, "cpu")
+    assert [{"policy_version": 0} | item for item in result.rows()] == rows_of(config, STEP)
+    assert result.policy_metrics() == summary
+    assert result.notes == []
+
+
+SETS = [
+    {"name": "long", "path": "validation.jsonl", "samples_per_prompt": 4, "pass_at": [1, 3], "max_prompts": 5},
+    {"name": "votes", "path": "validation.jsonl", "samples_per_prompt": 3, "maj_at": [3], "answer": "mine:first_word"},
+]
+LENGTH = {"source": "function", "function": "mine:length", "tokenizer": None}
+
+
+def set_rows(config: Config, name: str, step: int = 0) -> list[dict[str, Any]]:
+    path = RunFiles(config.run_directory).evaluation_of(step, name)
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_each_evaluation_set_has_samples_and_metrics_of_its_own(
+    services: Services, build: Build, configure: Configure, trained: Path
+) -> None:
+    config = configure(
+        evaluation={"every_steps": 1, "max_prompts": NUM_PROMPTS, "sets": SETS},
+        reward=LENGTH,
+        rollout={"max_response_tokens": 9, "max_concurrent_sequences": 8, "score_batch_size": 3},
+    )
+    counts: list[int] = []
+    reward = services.start(Role.REWARD, config)
+    summary = build(config, reward=reward).evaluate(0, 0, 1, counts.append)
+    assert counts[-1] == 2 * NUM_PROMPTS + 4 * 5 + 3 * NUM_PROMPTS
+    long, votes = set_rows(config, "long"), set_rows(config, "votes")
+    assert [len(long), len(votes)] == [5, NUM_PROMPTS]
+    for rows, samples in ((long, 4), (votes, 3)):
+        for number, item in enumerate(rows):
+            assert (item["index"], item["policy_version"], item["prompt"]) == (number, 0, PROMPTS[number]["text"])
+            scores = [sample["score"] for sample in item["samples"]]
+            assert scores == [len(sample["response"]) % 2 for sample in item["samples"]]
+            assert (len(scores), item["successes"]) == (samples, sum(scores))
+    assert len({sample["response"] for item in long for sample in item["samples"]}) > 5
+    # Of 4 samples with c successes, C(4 - c, 3) of the 4 choices of 3 have none.
+    without = [{0: 1, 1: 1 / 4}.get(item["successes"], 0) for item in long]
+    assert summary["eval_long_pass_at_1"] == pytest.approx(np.mean([item["successes"] / 4 for item in long]))
+    assert summary["eval_long_pass_at_3"] == pytest.approx(1 - np.mean(without))
+    assert 0 < summary["eval_long_pass_at_1"] < summary["eval_long_pass_at_3"]
+    assert summary["eval_long_reward_mean"] == pytest.approx(summary["eval_long_pass_at_1"])
+    won = []
+    for item in votes:
+        answers = [sample["answer"] for sample in item["samples"]]
+        assert answers == [sample["response"].split()[0] for sample in item["samples"]]
+        winner = max(dict.fromkeys(answers), key=answers.count)
+        won.append(item["samples"][answers.index(winner)]["score"])
+    assert summary["eval_votes_maj_at_3"] == pytest.approx(np.mean(won))
+    tokens = [sample["tokens"] for item in votes for sample in item["samples"]]
+    assert summary["eval_votes_tokens_mean"] == np.mean(tokens)
+    local = compare_with_initial(config.actor.model, config, "cpu")
+    assert local.policy_metrics() == summary
+    of_sets = [item for item in local.rows() if "prompt_set" in item]
+    assert [{"policy_version": 0} | item for item in of_sets] == [
+        {"prompt_set": name} | item for name, rows in (("long", long), ("votes", votes)) for item in rows
+    ]
+
+
+def test_sets_need_no_validation_prompts_and_take_the_threshold_of_their_config(
+    services: Services, build: Build, configure: Configure
+) -> None:
+    low = [{**SETS[0], "success_score": 0.0}]
+    config = configure(data={"prompts": "none.jsonl"}, evaluation={"every_steps": 1, "sets": low}, reward=LENGTH)
+    evaluator = build(config, reward=services.start(Role.REWARD, config))
+    for step in (0, STEP):
+        summary = evaluator.evaluate(step, 0, 1)
+        assert (summary["eval_long_pass_at_1"], summary["eval_long_pass_at_3"]) == (1.0, 1.0)
+        assert not any(name.endswith(("greedy", "sampled")) for name in summary)
+        assert rows_of(config, step) == []
+    assert set_rows(config, "long") == set_rows(config, "long", STEP)
+
+
+def test_an_answer_that_is_no_text_fails_the_evaluation(build: Build, configure: Configure) -> None:
+    wrong = [{**SETS[1], "answer": "mine:length"}]
+    config = configure(evaluation={"every_steps": 1, "max_prompts": NUM_PROMPTS, "sets": wrong})
+    message = r"evaluation\.sets\.votes\.answer mine:length, prompt 1: returned a float, expected a text, or None"
+    with pytest.raises(ComputationFailed, match=message):
+        build(config).evaluate(0, 0, 1)
+    with pytest.raises(ConfigError, match=r"evaluation\.sets\.votes\.answer mine:absent"):
+        build(configure(evaluation={"every_steps": 1, "sets": [{**SETS[1], "answer": "mine:absent"}]}))
 
 
 def test_every_evaluation_uses_the_same_random_numbers(build: Build, configure: Configure) -> None:
@@ -271,8 +356,8 @@ def test_functions_receive_the_fields_of_their_prompt(services: Services, build:
     expected = [prompt["answer"] for prompt in PROMPTS[:NUM_PROMPTS]]
     assert [item["score_greedy"] for item in rows_of(config, 0)] == expected
     assert summary["eval_reward_sampled"] == pytest.approx(np.mean(expected))
-    result, _ = compare_with_initial(config.actor.model, config, "cpu")
-    assert [item.policy.sampled.score for item in result] == expected
+    result = compare_with_initial(config.actor.model, config, "cpu")
+    assert [item.policy.sampled.score for item in result.comparisons] == expected
 
 
 def test_a_judge_compares_sampled_responses_with_the_initial_ones(
