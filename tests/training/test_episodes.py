@@ -160,6 +160,19 @@ def test_evaluations_play_episodes(make: MakeConfig, toy_task: ToyTask) -> None:
     assert run.code == 0
 
 
+def test_every_sample_of_an_evaluation_set_counts_although_steps_keep_fewer(
+    make: MakeConfig, toy_task: ToyTask
+) -> None:
+    sets = [{"name": "toy", "path": str(toy_task.prompts), "samples_per_prompt": 5, "max_prompts": 2, "pass_at": [5]}]
+    rollout = {**EPISODES["rollout"], "samples_per_prompt": 2, "extra_samples": 1}
+    changes = {**EPISODES, "rollout": rollout, "run": {"steps": 1}}
+    config = make(**changes, evaluation={"every_steps": 1, "sets": sets})
+    with environment():
+        run_to_completion(config)
+    rows = json_lines(RunFiles(config.run_directory).evaluation_of(1, "toy"))
+    assert [len(row["samples"]) for row in rows] == [5, 5]
+
+
 def test_a_failed_episode_of_an_evaluation_does_not_stop_training(make: MakeConfig, toy_task: ToyTask) -> None:
     data = {"validation": str(toy_task.prompts)}
     config = make(**EPISODES, data=data, evaluation={"every_steps": 1, "max_prompts": 3})
