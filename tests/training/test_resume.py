@@ -49,6 +49,10 @@ KINDS: dict[str, dict[str, Any]] = {
             "learning_rate": 0.01,
         },
     },
+    "muon": {
+        "actor": {"optimizer": {"kind": "muon"}, "lora": {"rank": 2, "dora": True, "dropout": 0.2}},
+        "critic": {"optimizer": {"kind": "muon"}, "dtype": "bfloat16"},
+    },
     "bfloat16": {"actor": {"dtype": "bfloat16"}, "critic": {"dtype": "bfloat16"}},
 }
 
@@ -123,6 +127,7 @@ def run_with_crashes(
         ),
         # tests/services/test_lora.py and tests/unit/models/test_lora_files.py restore adapters.
         pytest.param("lora", [("updated", 4), ("committed", 5)], marks=pytest.mark.slow),
+        pytest.param("muon", [("updated", 4), ("committed", 5)], marks=pytest.mark.slow),
         pytest.param("bfloat16", [("updated", 4), ("committed", 5)], marks=pytest.mark.slow),
     ],
     ids=KINDS,

@@ -23,12 +23,19 @@ MAX_MICRO_BATCH_TOKENS_GPU = 16384
 
 
 class OptimizerConfig(Section):
-    """Settings of AdamW."""
+    """The optimizer. Its state is float32, and so are the weights that it steps."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """adamw: AdamW. muon: Muon (Jordan et al. 2024) for the matrices of the transformer layers, also those of adapters, and AdamW
+    for all other parameters: embeddings, heads, biases, norms and experts. Muon's steps are as large as AdamW's (Liu et al.
+    2025), so they have the same learning rate. It needs whole matrices, so only models in one process,
+    without offload.optimizer."""
+    momentum: Decay = 0.95
+    """Momentum of Muon, with Nesterov's correction. Not used by AdamW."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay rates of the first and second moment, β1 and β2."""
+    """Decay rates of the first and second moment of AdamW, β1 and β2."""
     eps: Positive = 1e-8
-    """ε, added to the denominator."""
+    """ε of AdamW, added to the denominator."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay. It applies to matrices only."""
     max_grad_norm: NonNegative = 1.0
@@ -74,7 +81,7 @@ class TrainedModelConfig(Section):
     final_learning_rate: NonNegative = 0.0
     """Learning rate at the end of schedules linear and cosine. The step after the last one would have it."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """Settings of AdamW."""
+    """The optimizer."""
     freeze: tuple[str, ...] = ()
     """Patterns of the names of parameters that are not trained, such as *embed_tokens* or *.layers.0.*"""
     lora: LoraConfig | None = None

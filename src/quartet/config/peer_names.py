@@ -85,6 +85,7 @@ _NAMES_BY_KEY = {
     "actor.gradient_checkpointing": "enable_gradient_checkpointing activation_checkpointing",
     "actor.compile": "torch_compile use_torch_compile",
     "actor.ema_decay": "ema_beta enable_ema",
+    "actor.optimizer.kind": "optim optimizer_type optimizer_impl",
     "actor.optimizer.max_grad_norm": "max_grad_norm grad_clip clip_grad max_norm gradient_clip_val",
     "actor.optimizer.weight_decay": "weight_decay",
     "actor.lora.rank": "lora_rank lora_r r",

@@ -267,6 +267,14 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
             {"actor": {"model": "a", "lora": {"dora": True}}, "services": {"actor": {"processes": 2}}},
             "actor.lora.dora: needs whole weights for their norms, and services.actor divides them over 2 ranks",
         ),
+        (
+            {"actor": {"model": "a", "optimizer": {"kind": "muon"}}, "services": {"actor": {"processes": 2}}},
+            "actor.optimizer.kind muon: needs whole matrices, and services.actor divides them over 2 ranks",
+        ),
+        (
+            {"critic": {"optimizer": {"kind": "muon"}}, "services": {"critic": {"offload": {"optimizer": True}}}},
+            "services.critic.offload.optimizer: moves the moments of AdamW only; set it false",
+        ),
         ({"evaluation": {"every_steps": 5}}, "evaluation.every_steps 5: data.validation is null"),
         (
             {"actor": {"model": "a", "lora": {}}, "services": {"reference": {"address": "h:1"}}},

@@ -133,6 +133,7 @@ def _trained_parts(config: Config) -> dict[str, Any]:
     settings: dict[str, Any] = {"actor.model": config.actor.model, "critic.model": config.critic_model}
     for role, trained in ((Role.ACTOR, config.actor), (Role.CRITIC, config.critic)):
         settings |= {f"{role}.freeze": trained.freeze, f"{role}.lora": trained.lora}
+        settings[f"{role}.optimizer.kind"] = trained.optimizer.kind
     # The versions of the reference follow each other.
     return settings | {"reference.sync_steps": reference.sync_steps, "reference.sync_alpha": reference.sync_alpha}
 

@@ -1,4 +1,4 @@
-"""AdamW for PPO: float32 master weights, weight decay, refusal of non-finite steps, and its state in safetensors."""
+"""AdamW and Muon for PPO: float32 master weights, weight decay, refusal of non-finite steps, and its state in safetensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from quartet.errors import ComputationFailed, ModelError
+from quartet.models.training.activation_checkpointing import transformer_layers
 from quartet.models.weights.lora import plus_parameters
 from quartet.models.weights.saved_state import Part, SavedState, StateFile
 from quartet.models.weights.snapshot import Writer, host_copy
@@ -28,6 +30,8 @@ _MASTER_WEIGHT = "master"
 """Name of a master weight in the file, next to AdamW's names of its moments."""
 _RATIO = "learning_rate_ratio"
 """Entry of a group of parameters with another learning rate."""
+_MUON = "muon"
+"""Entry of a group of parameters that Muon steps."""
 
 
 class MasterWeightAdamW(torch.optim.AdamW):
@@ -87,15 +91,18 @@ class MasterWeightAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take one step from the moved gradients, then update the model's parameters."""
-        loss = None
+        """Take one step from the moved gradients, then update the model's parameters. There is no ``closure``."""
         if self._offload:
             self._step_one_by_one()
         else:
-            loss = super().step(closure)
+            self._step_groups()
         for master, parameter in self.parameter_of_master_weight.items():
             parameter.copy_(master)
-        return loss
+        return None
+
+    def _step_groups(self) -> None:
+        """Step all parameters with a gradient."""
+        super().step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, see torch's method."""
@@ -158,6 +165,46 @@ class MasterWeightAdamW(torch.optim.AdamW):
         return master
 
 
+class MasterWeightMuon(MasterWeightAdamW):
+    """Muon (Jordan et al. 2024) for groups that ``create_optimizer`` marks, and AdamW for the others.
+
+    torch's Muon makes the steps. The size of an update is that of AdamW (Liu et al. 2025, "Muon is Scalable for LLM Training").
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], momentum: float, **settings: Any) -> None:
+        """``groups``, ``settings``: see ``MasterWeightAdamW``. Raises ModelError if no group is for Muon."""
+        super().__init__(groups, **settings)
+        own = [group for group in self.param_groups if _MUON in group]
+        if not own:
+            raise ModelError(
+                "optimizer.kind muon: no trained matrix is in a transformer layer; train such matrices, or set kind adamw"
+            )
+        self._muon = torch.optim.Muon(
+            [{name: group[name] for name in ("params", "lr", "weight_decay")} for group in own],
+            momentum=momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+
+    def _step_groups(self) -> None:
+        groups = self.param_groups
+        own = [group for group in groups if _MUON in group]
+        self.param_groups = [group for group in groups if _MUON not in group]
+        try:
+            super()._step_groups()
+        finally:
+            self.param_groups = groups
+        # A loaded state is another object.
+        self._muon.state = self.state
+        for group, theirs in zip(own, self._muon.param_groups, strict=True):
+            theirs["lr"] = group["lr"]
+        self._muon.step()  # type: ignore[no-untyped-call]
+        for parameter in (parameter for group in own for parameter in group["params"]):
+            if parameter.grad is not None:
+                # AdamW expects a number of steps in every state that it loads.
+                step = self.state[parameter].setdefault("step", torch.zeros((), dtype=torch.float32))
+                step += 1
+
+
 def _move_gradient(parameter: torch.Tensor, master: torch.Tensor) -> None:
     """Add the gradient of ``parameter`` to that of its master weight, and clear it."""
     assert parameter.grad is not None
@@ -175,27 +222,44 @@ def create_optimizer(
     kind: Callable[..., MasterWeightAdamW] = MasterWeightAdamW,
     offload: bool = False,
     lora_ratio: float = 1.0,
+    muon_momentum: float | None = None,
 ) -> MasterWeightAdamW:
     """Create AdamW over the parameters that require gradients, without weight decay on biases and norms (one dimension).
+
+    With ``muon_momentum``, Muon steps the matrices of the transformer layers. ``kind`` must then be the default.
 
     ``kind``: class of the optimizer, with the parameters of ``MasterWeightAdamW``. ``offload``: see there. ``lora_ratio``: factor
     of the learning rate of the matrices B and magnitudes of an adapter (LoRA+).
     Uses the fused kernel: one pass over each parameter, bit-identical for the same number of threads.
     """
-    scaled = plus_parameters(model) if lora_ratio != 1 else set()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim > 1 and p not in scaled], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1 and p not in scaled], "weight_decay": 0.0},
-    ]
-    if scaled:
-        ratio = {_RATIO: lora_ratio, "lr": learning_rate * lora_ratio}
+    scaled = plus_parameters(model) if lora_ratio != 1 else set()
+    hidden = _hidden_matrices(model) if muon_momentum is not None else set()
+    groups: list[dict[str, Any]] = []
+    for ratio in (1.0, lora_ratio)[: 2 if scaled else 1]:
+        some = [p for p in parameters if (p in scaled) == (ratio != 1)]
+        more = {} if ratio == 1 else {_RATIO: ratio, "lr": learning_rate * ratio}
         groups += [
-            {"params": [p for p in parameters if p.ndim > 1 and p in scaled], "weight_decay": weight_decay, **ratio},
-            {"params": [p for p in parameters if p.ndim <= 1 and p in scaled], "weight_decay": 0.0, **ratio},
+            {"params": [p for p in some if p in hidden], "weight_decay": weight_decay, _MUON: True, **more},
+            {"params": [p for p in some if p.ndim > 1 and p not in hidden], "weight_decay": weight_decay, **more},
+            {"params": [p for p in some if p.ndim <= 1], "weight_decay": 0.0, **more},
         ]
-    groups = [group for group in groups if group["params"]]
+    groups = [{"lr": learning_rate, **group} for group in groups if group["params"]]
+    if muon_momentum is not None:
+        kind = partial(MasterWeightMuon, momentum=muon_momentum)
     return kind(groups, offload=offload, lr=learning_rate, betas=betas, eps=eps, fused=True)
+
+
+def _hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """Return the matrices of the transformer layers."""
+    return {
+        parameter
+        for layer in transformer_layers(model)
+        for module in layer.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+        if parameter.ndim == 2
+    }
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
