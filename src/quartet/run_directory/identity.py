@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from shlex import quote
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard, get_args
+
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from quartet.config.rewards import HttpScorerConfig, RetryConfig
 from quartet.config.root import Config
-from quartet.config.section import flattened
+from quartet.config.section import Section, flattened
 from quartet.contract.generation import EngineProperties
 from quartet.contract.status import Role
 from quartet.contract.trajectory import PromptSetContent
@@ -266,7 +268,11 @@ def fixed_settings(config: Config) -> dict[str, Any]:
 
 
 def check_settings(before: dict[str, Any], now: dict[str, Any], root: Path) -> None:
-    """Raise ConfigError naming the first setting that differs from the one of the run in ``root``."""
+    """Raise ConfigError naming the first setting that differs from the one of the run in ``root``.
+
+    A run that started before a setting existed had the default.
+    """
+    before = {key: default_of(key) for key in now if not _is_known(key, before)} | before
     # A key on one side only follows from another setting that differs. Report that one first.
     for key in sorted(before.keys() | now.keys(), key=lambda key: (key not in before or key not in now, key)):
         if key == "evaluation.every_steps":
@@ -282,6 +288,33 @@ def check_settings(before: dict[str, Any], now: dict[str, Any], root: Path) -> N
                 f"give the run's own config ({root}/config.yaml), or train from one of its checkpoints with the new value: "
                 f"quartet fork {quote(str(root))} STEP --name NAME --set {quote(f'{key}={_as_text(now.get(key))}')}"
             )
+
+
+def _is_known(key: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether settings have a key, or have None for a section that contains it."""
+    parts = key.split(".")
+    return any(".".join(parts[:end]) in settings for end in range(1, len(parts) + 1))
+
+
+def default_of(key: str) -> Any:
+    """Return the default of a setting of ``Config``, as in JSON; None for one without a default."""
+    section: type[Section] = Config
+    names = key.split(".")
+    for index, name in enumerate(names):
+        if (field := section.model_fields.get(name)) is None:
+            return None
+        sections = [each for each in (field.annotation, *get_args(field.annotation)) if _is_section(each)]
+        if index == len(names) - 1:
+            default = field.get_default(call_default_factory=True)
+            return None if default is PydanticUndefined else to_jsonable_python(default)
+        if not sections:
+            return None
+        section = sections[0]
+    return None
+
+
+def _is_section(value: Any) -> TypeGuard[type[Section]]:
+    return isinstance(value, type) and issubclass(value, Section)
 
 
 def _as_json(value: Any) -> str:

@@ -58,6 +58,17 @@ def test_an_added_or_removed_section_is_reported() -> None:
     assert refusal(adapted, settings()).startswith("--resume: actor.lora.")
 
 
+def test_a_run_that_started_before_a_setting_existed_had_its_default() -> None:
+    new = ("rollout.repetition_penalty", "evaluation.sets", "actor.optimizer.eps")
+    before = {key: value for key, value in settings().items() if key not in new}
+    assert len(before) == len(settings()) - len(new)
+    check_settings(before, settings(), Path("runs/tiny"))
+    changed = settings(rollout={"repetition_penalty": 1.5})
+    assert refusal(before, changed).startswith(
+        "--resume: rollout.repetition_penalty is 1.5, the run in runs/tiny had 1.0;"
+    )
+
+
 def test_a_run_may_resume_with_another_limit_of_rounds_but_not_with_another_sampling() -> None:
     groups: dict[str, Any] = {"samples_per_prompt": 2, "dynamic_sampling": True}
     one, other = settings(rollout=groups), settings(rollout={**groups, "max_sampling_rounds": 30})
