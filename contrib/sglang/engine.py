@@ -70,8 +70,8 @@ class SGLangServerEngine(ServerEngine):
         return self._max_tokens
 
     def reports_log_probs(self, sampling: SamplingParameters) -> bool:
-        """Return whether there are no penalties: log-probs are those after them, and before top_k, top_p and min_p."""
-        return sampling.penalties is None
+        """Return whether no penalty or form applies: log-probs are those after them, and before top_k, top_p and min_p."""
+        return sampling.penalties is None and sampling.structured_output is None
 
     def inspect(self) -> None:
         """Check the settings of the server. Raises ConfigError."""
@@ -126,6 +126,8 @@ class SGLangServerEngine(ServerEngine):
             parameters["min_p"] = sampling.min_p
         if sampling.penalties is not None:
             parameters |= sampling.penalties.arguments
+        if (output := sampling.structured_output) is not None:
+            parameters["ebnf" if output.kind == "grammar" else output.kind] = output.value
         if not sampling.ignore_eos:
             parameters["stop_token_ids"] = sorted(self.model.stop_ids)
         body = {

@@ -19,6 +19,7 @@ from quartet.contract.generation import (
     GenerationRequest,
     Penalties,
     SamplingParameters,
+    StructuredOutput,
 )
 from quartet.contract.status import Role, ServiceStatus
 from quartet.contract.trajectory import (
@@ -241,6 +242,12 @@ samplings = st.builds(
         st.floats(0, 100, exclude_min=True, allow_subnormal=False),
         st.floats(-2, 2),
         st.floats(-2, 2),
+    ),
+    st.none()
+    | st.builds(
+        StructuredOutput,
+        st.sampled_from(("json_schema", "regex", "grammar")),
+        st.text(st.characters(codec="utf-8"), min_size=1, max_size=50),
     ),
 )
 _settings = st.floats(0, MAX_SETTING)

@@ -9,9 +9,21 @@ from typing import Any
 import numpy as np
 
 from quartet.config.policy_losses import MAX_PARAMETERS
-from quartet.config.rollout import MAX_ADDITIVE_PENALTY, MAX_REPETITION_PENALTY, MAX_TURNS, check_stop_strings
+from quartet.config.rollout import (
+    MAX_ADDITIVE_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_STRUCTURED_OUTPUT,
+    MAX_TURNS,
+    check_stop_strings,
+)
 from quartet.config.section import MAX_PARAMETER_NAME, MAX_SETTING
-from quartet.contract.generation import EpisodeSettings, GenerationBatch, Penalties, SamplingParameters
+from quartet.contract.generation import (
+    EpisodeSettings,
+    GenerationBatch,
+    Penalties,
+    SamplingParameters,
+    StructuredOutput,
+)
 from quartet.contract.trajectory import FinishReason, Outcome, Segment, SegmentRole, Trajectory
 from quartet.contract.update import (
     OptimizationSettings,
@@ -81,6 +93,11 @@ def _sampling(sampling: SamplingParameters, at: str) -> None:
 def _penalties(penalties: Penalties, at: str) -> None:
     more_than_0(penalties, at, MAX_REPETITION_PENALTY, "repetition")
     within(penalties, at, -MAX_ADDITIVE_PENALTY, MAX_ADDITIVE_PENALTY, "presence", "frequency")
+
+
+def _structured_output(output: StructuredOutput, at: str) -> None:
+    if not 1 <= len(output.value) <= MAX_STRUCTURED_OUTPUT:
+        raise InvalidRequest(f"{at}value: has {len(output.value)} characters; expected 1 to {MAX_STRUCTURED_OUTPUT}")
 
 
 def _optimization(settings: OptimizationSettings, at: str) -> None:
@@ -229,6 +246,7 @@ def _weights_digest(record: GenerationBatch | WeightTransfer | PublishedWeights,
 CHECKS: dict[type, Callable[[Any, str], None]] = {
     SamplingParameters: _sampling,
     Penalties: _penalties,
+    StructuredOutput: _structured_output,
     OptimizationSettings: _optimization,
     PolicyLossSettings: _policy_loss,
     ValueLossSettings: lambda loss, at: within(loss, at, 0, MAX_SETTING, "value_clip"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
@@ -22,6 +23,8 @@ MAX_OFF_POLICY_STEPS = 32
 """Maximum number of updates by which the generating policy may lag behind."""
 MAX_REPETITION_PENALTY, MAX_ADDITIVE_PENALTY = 100.0, 2.0
 """Maximum repetition penalty, and maximum presence and frequency penalty. vLLM has the second one."""
+MAX_STRUCTURED_OUTPUT = 65_536
+"""Maximum number of characters of a JSON schema, regular expression or grammar."""
 AdditivePenalty = Annotated[float, Field(ge=-MAX_ADDITIVE_PENALTY, le=MAX_ADDITIVE_PENALTY)]
 Responses = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
 ENGINES = {
@@ -238,6 +241,44 @@ def check_stop_strings(strings: Sequence[str]) -> Sequence[str]:
     return strings
 
 
+class StructuredOutputConfig(Section):
+    """The form of each response, with max_turns of each turn. The engine removes the tokens that would leave it. One of the keys.
+
+    Needs engine vllm-server or sglang-server.
+    """
+
+    json_schema: dict[str, Any] | None = None
+    """JSON schema of the response."""
+    regex: str | None = None
+    """Regular expression that the whole response matches."""
+    grammar: str | None = None
+    """Grammar of the response in the EBNF dialect of the engine."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        given = [key for key in ("json_schema", "regex", "grammar") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(f"{' and '.join(given) or 'no key'}: expected one of json_schema, regex and grammar")
+        if not 1 <= len(self.value) <= MAX_STRUCTURED_OUTPUT:
+            raise ValueError(f"{given[0]}: {len(self.value)} characters; expected 1 to {MAX_STRUCTURED_OUTPUT}")
+        return self
+
+    @property
+    def kind(self) -> Literal["json_schema", "regex", "grammar"]:
+        """The key that is set."""
+        return "json_schema" if self.json_schema is not None else "regex" if self.regex is not None else "grammar"
+
+    @property
+    def value(self) -> str:
+        """The form as text."""
+        if self.json_schema is None:
+            return self.regex or self.grammar or ""
+        try:
+            return json.dumps(self.json_schema, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"json_schema: expected values as in JSON ({error})") from None
+
+
 class RolloutConfig(Section):
     """Number of responses, sampling and engine."""
 
@@ -279,6 +320,8 @@ class RolloutConfig(Section):
     stop_strings: Annotated[tuple[str, ...], AfterValidator(check_stop_strings)] = ()
     """Texts that end a response, or a turn: the token that completes one is its last, as if it were the end-of-sequence token. At
     most 16 of 1 to 64 characters."""
+    structured_output: StructuredOutputConfig | None = None
+    """Form of each response. Null: any."""
     engine: Annotated[str, AfterValidator(check_engine_name)] = "torch"
     """torch: PyTorch, in the actor or in generators. triton: the server of rollout.triton. vllm and tensorrt-llm: these engines,
     in generators. vllm-server and sglang-server: the servers of rollout.vllm_server and rollout.sglang_server, by a generator.
@@ -304,7 +347,7 @@ class RolloutConfig(Section):
     """Maximum number of updates by which the generating policy lags behind. 0: generate, then train. k: generate up to k steps
     ahead while training. The policy of a step follows from its number, so such a run repeats bit-identically, too. The engine
     must report log-probs: vllm, vllm-server and tensorrt-llm need top_p 1, top_k 0 and min_p 0, and all but torch no
-    penalties."""
+    penalties and no structured_output."""
     in_flight_updates: bool = False
     """Give generators each new policy in the middle of their responses, instead of at the next step. Needs max_off_policy_steps
     and generators with engine torch or vllm, or with sglang-server without an adapter. Timing decides which policy generates a

@@ -40,10 +40,19 @@ class Penalties:
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The form that a response must have. ``value``: a JSON schema as JSON, a regular expression, or a grammar in EBNF."""
+
+    kind: Literal["json_schema", "regex", "grammar"]
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParameters:
     """Sampling of response tokens. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
 
     ``stop_strings``: a response ends after the token that completes one of them in its text. ``penalties``: None is off.
+    ``structured_output``: the form of each response, or of each turn; None for any.
     """
 
     max_response_tokens: int
@@ -54,12 +63,16 @@ class SamplingParameters:
     min_p: float = 0.0
     stop_strings: tuple[str, ...] = ()
     penalties: Penalties | None = None
+    structured_output: StructuredOutput | None = None
 
     @property
     def reshapes(self) -> bool:
-        """Return whether penalties, top_k, top_p or min_p change the distribution. Greedy sampling ignores the last three."""
+        """Return whether penalties, a form, top_k, top_p or min_p change the distribution.
+
+        Greedy sampling ignores the last three.
+        """
         truncates = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-        return truncates or self.penalties is not None
+        return truncates or self.penalties is not None or self.structured_output is not None
 
 
 @dataclass(frozen=True, slots=True)

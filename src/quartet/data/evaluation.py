@@ -20,7 +20,7 @@ from quartet.config.rewards import ENVIRONMENT_PART
 from quartet.config.rollout import RolloutConfig
 from quartet.config.root import Config
 from quartet.contract.arrays import FloatArray, IntArray
-from quartet.contract.generation import EpisodeSettings, Penalties, SamplingParameters
+from quartet.contract.generation import EpisodeSettings, Penalties, SamplingParameters, StructuredOutput
 from quartet.contract.trajectory import FinishReason, Prompt, Trajectory
 from quartet.data.prompt_cache import load_prompts
 from quartet.data.prompt_encoding import PromptEncoder, PromptSet, select_prompts
@@ -95,12 +95,13 @@ def stream_name(run: str) -> str:
 
 
 def greedy_sampling(rollout: RolloutConfig) -> SamplingParameters:
-    """Return the settings for greedy responses. The penalties of the run apply to them, too, as in vLLM."""
+    """Return the settings for greedy responses. Its penalties and form apply to them, too, as in vLLM."""
     return SamplingParameters(
         rollout.max_response_tokens,
         temperature=0.0,
         stop_strings=rollout.stop_strings,
         penalties=_penalties(rollout),
+        structured_output=_structured_output(rollout),
     )
 
 
@@ -114,7 +115,13 @@ def run_sampling(rollout: RolloutConfig) -> SamplingParameters:
         min_p=rollout.min_p,
         stop_strings=rollout.stop_strings,
         penalties=_penalties(rollout),
+        structured_output=_structured_output(rollout),
     )
+
+
+def _structured_output(rollout: RolloutConfig) -> StructuredOutput | None:
+    output = rollout.structured_output
+    return None if output is None else StructuredOutput(output.kind, output.value)
 
 
 def _penalties(rollout: RolloutConfig) -> Penalties | None:

@@ -35,6 +35,8 @@ LOADING = "quartet-loading"
 """Version of the server during an update. A response with it is refused."""
 MISSING_LOG_PROB = -9999.0
 """vLLM's value for a log-prob that it does not have."""
+_STRUCTURED_OUTPUTS = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
+"""Names of the forms in vLLM's StructuredOutputsParams."""
 _CACHE_RESET_SECONDS = 10.0
 PROPERTIES = EngineProperties(
     "vllm-server", seeded=True, batch_invariant=False, log_probs="truncated", weights="folder", digest="reported"
@@ -88,6 +90,8 @@ class VLLMServerEngine(ServerEngine):
             parameters["min_p"] = sampling.min_p
         if sampling.penalties is not None:
             parameters |= sampling.penalties.arguments
+        if (output := sampling.structured_output) is not None:
+            parameters["structured_outputs"] = {_STRUCTURED_OUTPUTS[output.kind]: output.value}
         if not sampling.ignore_eos:
             parameters["stop_token_ids"] = sorted(self.model.stop_ids)
         if sampling.stop_strings:

@@ -176,6 +176,7 @@ class SamplingParameters(_message.Message):
     MIN_P_FIELD_NUMBER: _builtins.int
     STOP_STRINGS_FIELD_NUMBER: _builtins.int
     PENALTIES_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     max_response_tokens: _builtins.int
     """Maximum tokens of a response, including the end-of-sequence token. With an environment, of all turns and observations
     together. At least 1.
@@ -202,6 +203,10 @@ class SamplingParameters(_message.Message):
     def penalties(self) -> Global___Penalties:
         """Penalties on tokens that have occurred. Absent: none."""
 
+    @_builtins.property
+    def structured_output(self) -> Global___StructuredOutput:
+        """Form that each response must have. With an environment, each turn. Absent: any."""
+
     def __init__(
         self,
         *,
@@ -213,16 +218,48 @@ class SamplingParameters(_message.Message):
         min_p: _builtins.float = ...,
         stop_strings: _abc.Iterable[_builtins.str] | None = ...,
         penalties: Global___Penalties | None = ...,
+        structured_output: Global___StructuredOutput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_penalties", b"_penalties", "penalties", b"penalties"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_penalties", b"_penalties", "_structured_output", b"_structured_output", "penalties", b"penalties", "structured_output", b"structured_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_penalties", b"_penalties", "ignore_eos", b"ignore_eos", "max_response_tokens", b"max_response_tokens", "min_p", b"min_p", "penalties", b"penalties", "stop_strings", b"stop_strings", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_penalties", b"_penalties", "_structured_output", b"_structured_output", "ignore_eos", b"ignore_eos", "max_response_tokens", b"max_response_tokens", "min_p", b"min_p", "penalties", b"penalties", "stop_strings", b"stop_strings", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__penalties: _TypeAlias = _typing.Literal["penalties"]  # noqa: Y015
     _WhichOneofArgType__penalties: _TypeAlias = _typing.Literal["_penalties", b"_penalties"]  # noqa: Y015
+    _WhichOneofReturnType__structured_output: _TypeAlias = _typing.Literal["structured_output"]  # noqa: Y015
+    _WhichOneofArgType__structured_output: _TypeAlias = _typing.Literal["_structured_output", b"_structured_output"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__penalties) -> _WhichOneofReturnType__penalties | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__structured_output) -> _WhichOneofReturnType__structured_output | None: ...
 
 Global___SamplingParameters: _TypeAlias = SamplingParameters  # noqa: Y015
+
+@_typing.final
+class StructuredOutput(_message.Message):
+    """Form of a response, which the engine keeps by removing all tokens that would leave it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """Meaning of the value: "json_schema", "regex" or "grammar"."""
+    value: _builtins.str
+    """A JSON schema as JSON, a regular expression, or a grammar in EBNF, in the dialect of the engine. 1 to 65536 characters."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        value: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StructuredOutput: _TypeAlias = StructuredOutput  # noqa: Y015
 
 @_typing.final
 class Penalties(_message.Message):

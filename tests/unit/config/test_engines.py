@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -11,6 +12,8 @@ import pytest
 
 from quartet.config.loading import parse_config
 from quartet.config.root import Config
+from quartet.contract.generation import StructuredOutput
+from quartet.data.evaluation import greedy_sampling, run_sampling
 from quartet.engines.engine import find_engine
 from quartet.errors import ConfigError
 from quartet.run_directory.identity import fixed_settings
@@ -124,6 +127,20 @@ def test_a_malformed_server_address_is_refused(url: str) -> None:
             },
             r"rollout\.repetition_penalty 1\.1: SGLang applies it to tokens of the response only",
         ),
+        (
+            {"engine": "vllm", "rollout": {"generators": 1, "structured_output": {"regex": "a+"}}},
+            r"rollout\.structured_output: engine vllm runs without a tokenizer; set rollout\.engine vllm-server",
+        ),
+        (
+            {"engine": "torch", "rollout": {"structured_output": {"regex": "a+"}}},
+            r"rollout\.structured_output: engine torch cannot keep a form",
+        ),
+        (
+            {"engine": "torch", "rollout": {"structured_output": {"regex": "a+", "grammar": "b"}}},
+            r"rollout\.structured_output.*regex and grammar: expected one of",
+        ),
+        ({"engine": "torch", "rollout": {"structured_output": {}}}, r"no key: expected one of json_schema, regex"),
+        ({"engine": "torch", "rollout": {"structured_output": {"regex": ""}}}, r"regex: 0 characters; expected 1"),
         (
             {"engine": "vllm", "rollout": {"generators": 1, "min_p": 0.1, "vllm": SPECULATIVE}},
             r"rollout\.min_p 0\.1: vLLM has no min_p with speculative decoding; set min_p 0",
@@ -371,6 +388,11 @@ TRT_SAMPLER = {"tensorrt_llm": {"sampler": "TRTLLMSampler"}}
         ),
         ("vllm-server", {"repetition_penalty": 1.1, "vllm_server": SERVER}, r"rollout\.repetition_penalty 1\.1; set"),
         ("sglang-server", {"presence_penalty": 0.5, "sglang_server": SERVER}, "engine sglang-server reports none"),
+        (
+            "sglang-server",
+            {"structured_output": {"regex": "a+"}, "sglang_server": SERVER},
+            r"with rollout\.structured_output; set structured_output null, or engine torch, or",
+        ),
         ("tensorrt-llm", {"top_k": 50}, r"engine tensorrt-llm reports none with rollout\.top_k 50"),
         (
             "tensorrt-llm",
@@ -407,3 +429,12 @@ def test_off_policy_steps_are_accepted_with_an_engine_that_reports_log_probs(
 ) -> None:
     rollout = {"max_off_policy_steps": 2, "generators": 1, **rollout}
     assert config(engine, rollout=rollout).rollout.max_off_policy_steps == 2
+
+
+def test_the_structured_output_is_that_of_all_requests() -> None:
+    schema = {"type": "object", "required": ["answer"]}
+    needed = {"generators": 1, "sglang_server": SERVER}
+    rollout = config("sglang-server", rollout={"structured_output": {"json_schema": schema}, **needed}).rollout
+    for sampling in (run_sampling(rollout), greedy_sampling(rollout)):
+        assert sampling.structured_output == StructuredOutput("json_schema", json.dumps(schema))
+    assert run_sampling(config("sglang-server", rollout=needed).rollout).structured_output is None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet.contract.generation import GenerationRequest, Penalties, SamplingParameters
+from quartet.contract.generation import GenerationRequest, Penalties, SamplingParameters, StructuredOutput
 from quartet.contract.trajectory import TrajectoryId
 from quartet.contrib.sglang.engine import SGLangServerEngine
 from quartet.engines.engine import ServedModel
@@ -66,6 +66,28 @@ def test_a_server_gets_the_penalties_and_its_log_probs_after_them_are_not_used(k
     assert (sent["presence_penalty"], sent["frequency_penalty"]) == (0.5, -0.25)
     assert not parameters(kind, SamplingParameters(8)).keys() & names
     assert engine_of(kind).reports_log_probs(SamplingParameters(8))
+
+
+@pytest.mark.parametrize(
+    ("output", "for_vllm", "for_sglang"),
+    [
+        (StructuredOutput("json_schema", "{}"), {"json": "{}"}, {"json_schema": "{}"}),
+        (StructuredOutput("regex", "a+"), {"regex": "a+"}, {"regex": "a+"}),
+        (StructuredOutput("grammar", "root ::= 1"), {"grammar": "root ::= 1"}, {"ebnf": "root ::= 1"}),
+    ],
+)
+def test_a_server_gets_the_form_and_its_log_probs_within_it_are_not_used(
+    output: StructuredOutput, for_vllm: dict[str, str], for_sglang: dict[str, str]
+) -> None:
+    sampling = SamplingParameters(8, structured_output=output)
+    for greedy in (False, True):
+        sent = parameters(VLLMServerEngine, sampling, greedy=greedy)
+        assert sent["structured_outputs"] == for_vllm
+        assert parameters(SGLangServerEngine, sampling, greedy=greedy).items() >= for_sglang.items()
+        for kind in (VLLMServerEngine, SGLangServerEngine):
+            assert not engine_of(kind).reports_log_probs(request(greedy=greedy).own_sampling(sampling))
+    assert "structured_outputs" not in parameters(VLLMServerEngine, SamplingParameters(8))
+    assert not parameters(SGLangServerEngine, SamplingParameters(8)).keys() & {"json_schema", "regex", "ebnf"}
 
 
 @pytest.mark.parametrize("kind", [VLLMServerEngine, SGLangServerEngine])

@@ -33,6 +33,12 @@ def check_sampling(config: ConfigTree) -> None:
                 "rollout.vllm.speculative"
             )
     _check_sampling_penalties(rollout)
+    if rollout.structured_output is not None and rollout.engine not in ("vllm-server", "sglang-server"):
+        reason = "runs without a tokenizer" if rollout.engine == "vllm" else "cannot keep a form"
+        raise ValueError(
+            f"rollout.structured_output: engine {rollout.engine} {reason}; set rollout.engine vllm-server or sglang-server, or "
+            "remove it"
+        )
     if rollout.max_off_policy_steps:
         _check_off_policy_log_probs(rollout)
 
@@ -66,7 +72,8 @@ def _check_off_policy_log_probs(rollout: RolloutConfig) -> None:
     """Raise ValueError if the engine reports no log-probs, which the trainer cannot compute with an older policy."""
     settings = _settings_without_log_probs(rollout)
     if settings:
-        others = "torch" if _sampling_penalties(rollout) else "torch or sglang-server"
+        reshapes = _sampling_penalties(rollout) or rollout.structured_output is not None
+        others = "torch" if reshapes else "torch or sglang-server"
         raise ValueError(
             f"rollout.max_off_policy_steps {rollout.max_off_policy_steps}: the correction needs log-probs of the older policy "
             f"that sampled, and engine {rollout.engine} reports none with {', '.join(settings)}; set "
@@ -80,6 +87,8 @@ def _settings_without_log_probs(rollout: RolloutConfig) -> dict[str, str]:
     A version of TensorRT-LLM may report none at other temperatures than 1, too, which only a run shows.
     """
     settings = {} if rollout.engine == "torch" else _sampling_penalties(rollout)
+    if rollout.structured_output is not None:
+        settings["rollout.structured_output"] = "structured_output null"
     if rollout.engine not in ("vllm", "vllm-server", "tensorrt-llm"):
         return settings
     if rollout.top_p < 1:
