@@ -255,7 +255,9 @@ def test_a_guard_pauses_a_run_and_commands_resume_and_stop_it(
     start: Start, call: Call, config: Path, tmp_path: Path
 ) -> None:
     # The miniature policy seldom ends a response within twelve tokens, so the guard applies.
-    guard = settings("run.steps=100000", "guards.window_steps=2", "guards.missing_eos={below: 1.0, action: pause}")
+    guard = settings(
+        "run.steps=100000", "guards.window_steps=2", "guards.missing_eos={below: 1.0, min_fall: 1, action: pause}"
+    )
     command = start("train", config, *guard)
     command.wait_for(lambda: "quartet resume runs/tiny continues" in command.out)
     line = next(
