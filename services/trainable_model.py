@@ -185,7 +185,7 @@ class TrainableModel(ABC):
             kind,
             self._offload.optimizer,
             lora.learning_rate_ratio if lora else 1.0,
-            optimizer.momentum if optimizer.kind == "muon" else None,
+            optimizer,
         )
         if checkpoint is not None:
             self._workers.agreed(lambda: self._load_state(checkpoint, source != checkpoint))

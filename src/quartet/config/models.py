@@ -23,13 +23,14 @@ MAX_MICRO_BATCH_TOKENS_GPU = 16384
 
 
 class OptimizerConfig(Section):
-    """The optimizer. Its state is float32, and so are the weights that it steps."""
+    """The optimizer. The weights that it steps are float32, and so is its state, unless the kind says otherwise."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
+    kind: Literal["adamw", "muon", "adamw8bit"] = "adamw"
     """adamw: AdamW. muon: Muon (Jordan et al. 2024) for the matrices of the transformer layers, also those of adapters, and AdamW
     for all other parameters: embeddings, heads, biases, norms and experts. Muon's steps are as large as AdamW's (Liu et al.
     2025), so they have the same learning rate. It needs whole matrices, so only models in one process,
-    without offload.optimizer."""
+    without offload.optimizer. adamw8bit: AdamW with moments of 8 bits (Dettmers et al. 2022) by torchao, extra
+    torchao, also for models in one process and without offload.optimizer: 6 bytes less per trained parameter."""
     momentum: Decay = 0.95
     """Momentum of Muon, with Nesterov's correction. Not used by AdamW."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)

@@ -269,7 +269,7 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
         ),
         (
             {"actor": {"model": "a", "optimizer": {"kind": "muon"}}, "services": {"actor": {"processes": 2}}},
-            "actor.optimizer.kind muon: needs whole matrices, and services.actor divides them over 2 ranks",
+            "actor.optimizer.kind muon: needs whole weights, and services.actor divides them over 2 ranks",
         ),
         (
             {"critic": {"optimizer": {"kind": "muon"}}, "services": {"critic": {"offload": {"optimizer": True}}}},

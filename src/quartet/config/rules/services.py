@@ -33,17 +33,17 @@ def check_processes(config: ConfigTree) -> None:
                 f"{name}.lora.dora: needs whole weights for their norms, and services.{name} divides them over "
                 f"{service.num_ranks} ranks; use one process or device, or set {name}.lora.dora false"
             )
-        if name in ("actor", "critic") and getattr(config, name).optimizer.kind == "muon":
-            if service.num_ranks > 1:
-                raise ValueError(
-                    f"{name}.optimizer.kind muon: needs whole matrices, and services.{name} divides them over "
-                    f"{service.num_ranks} ranks; use one process or device, or set kind adamw"
-                )
-            if service.offload.optimizer:
-                raise ValueError(
-                    f"services.{name}.offload.optimizer: moves the moments of AdamW only; set it false, or {name}.optimizer.kind "
-                    "adamw"
-                )
+        kind = getattr(config, name).optimizer.kind if name in ("actor", "critic") else "adamw"
+        if kind != "adamw" and service.num_ranks > 1:
+            raise ValueError(
+                f"{name}.optimizer.kind {kind}: needs whole weights, and services.{name} divides them over {service.num_ranks} "
+                "ranks; use one process or device, or set kind adamw"
+            )
+        if kind != "adamw" and service.offload.optimizer:
+            raise ValueError(
+                f"services.{name}.offload.optimizer: moves the moments of AdamW only; set it false, or "
+                f"{name}.optimizer.kind adamw"
+            )
         if name in ("reward", "reference") and service.offload != OffloadConfig():
             raise ValueError(f"services.{name}.offload: only actor and critic are trained; leave it out")
         if service.offload.parameters and len(devices) == 1:

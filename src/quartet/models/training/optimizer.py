@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from quartet.config.models import OptimizerConfig
 from quartet.errors import ComputationFailed, ModelError
 from quartet.models.training.activation_checkpointing import transformer_layers
 from quartet.models.weights.lora import plus_parameters
@@ -30,8 +31,8 @@ _MASTER_WEIGHT = "master"
 """Name of a master weight in the file, next to AdamW's names of its moments."""
 _RATIO = "learning_rate_ratio"
 """Entry of a group of parameters with another learning rate."""
-_MUON = "muon"
-"""Entry of a group of parameters that Muon steps."""
+_KIND = "kind"
+"""Entry of a group of parameters that another optimizer than AdamW steps: its kind."""
 
 
 class MasterWeightAdamW(torch.optim.AdamW):
@@ -68,6 +69,14 @@ class MasterWeightAdamW(torch.optim.AdamW):
         for master, parameter in self.parameter_of_master_weight.items():
             if parameter.grad is not None:
                 _move_gradient(parameter, master)
+
+    def saved_state(self, entry: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return the name in a file, and the value, of each tensor of a parameter's state."""
+        return entry.items()
+
+    def empty_state(self, name: str, stepped: torch.Tensor) -> torch.Tensor | None:
+        """Return a new tensor for an entry of the state of ``stepped`` that has another shape or type; None for others."""
+        return None
 
     def part(self, stepped: torch.Tensor, value: torch.Tensor) -> Part:
         """Return ``value``, an entry of the state of ``stepped``, as this rank's part of a tensor."""
@@ -174,7 +183,7 @@ class MasterWeightMuon(MasterWeightAdamW):
     def __init__(self, groups: Iterable[dict[str, Any]], momentum: float, **settings: Any) -> None:
         """``groups``, ``settings``: see ``MasterWeightAdamW``. Raises ModelError if no group is for Muon."""
         super().__init__(groups, **settings)
-        own = [group for group in self.param_groups if _MUON in group]
+        own = [group for group in self.param_groups if _KIND in group]
         if not own:
             raise ModelError(
                 "optimizer.kind muon: no trained matrix is in a transformer layer; train such matrices, or set kind adamw"
@@ -187,8 +196,8 @@ class MasterWeightMuon(MasterWeightAdamW):
 
     def _step_groups(self) -> None:
         groups = self.param_groups
-        own = [group for group in groups if _MUON in group]
-        self.param_groups = [group for group in groups if _MUON not in group]
+        own = [group for group in groups if _KIND in group]
+        self.param_groups = [group for group in groups if _KIND not in group]
         try:
             super()._step_groups()
         finally:
@@ -222,11 +231,11 @@ def create_optimizer(
     kind: Callable[..., MasterWeightAdamW] = MasterWeightAdamW,
     offload: bool = False,
     lora_ratio: float = 1.0,
-    muon_momentum: float | None = None,
+    config: OptimizerConfig | None = None,
 ) -> MasterWeightAdamW:
     """Create AdamW over the parameters that require gradients, without weight decay on biases and norms (one dimension).
 
-    With ``muon_momentum``, Muon steps the matrices of the transformer layers. ``kind`` must then be the default.
+    ``config``: section whose kind of optimizer is created, AdamW without one. ``kind`` counts for AdamW only.
 
     ``kind``: class of the optimizer, with the parameters of ``MasterWeightAdamW``. ``offload``: see there. ``lora_ratio``: factor
     of the learning rate of the matrices B and magnitudes of an adapter (LoRA+).
@@ -234,19 +243,26 @@ def create_optimizer(
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scaled = plus_parameters(model) if lora_ratio != 1 else set()
-    hidden = _hidden_matrices(model) if muon_momentum is not None else set()
+    name = config.kind if config else "adamw"
+    hidden = _hidden_matrices(model) if name == "muon" else set()
     groups: list[dict[str, Any]] = []
     for ratio in (1.0, lora_ratio)[: 2 if scaled else 1]:
         some = [p for p in parameters if (p in scaled) == (ratio != 1)]
         more = {} if ratio == 1 else {_RATIO: ratio, "lr": learning_rate * ratio}
         groups += [
-            {"params": [p for p in some if p in hidden], "weight_decay": weight_decay, _MUON: True, **more},
+            {"params": [p for p in some if p in hidden], "weight_decay": weight_decay, _KIND: name, **more},
             {"params": [p for p in some if p.ndim > 1 and p not in hidden], "weight_decay": weight_decay, **more},
             {"params": [p for p in some if p.ndim <= 1], "weight_decay": 0.0, **more},
         ]
     groups = [{"lr": learning_rate, **group} for group in groups if group["params"]]
-    if muon_momentum is not None:
-        kind = partial(MasterWeightMuon, momentum=muon_momentum)
+    if config and name == "muon":
+        kind = partial(MasterWeightMuon, momentum=config.momentum)
+    if name == "adamw8bit":
+        # Imported here because it is a subclass of one of this module.
+        from quartet.models.training.adamw8bit import MasterWeightAdamW8bit
+
+        kind = MasterWeightAdamW8bit
+        groups = [{**group, _KIND: name} for group in groups]
     return kind(groups, offload=offload, lr=learning_rate, betas=betas, eps=eps, fused=True)
 
 
@@ -309,7 +325,7 @@ def optimizer_parts(optimizer: MasterWeightAdamW) -> dict[str, Part]:
     parts = {
         f"{index}.{name}": optimizer.part(stepped[index], value)
         for index, entry in optimizer.state_dict()["state"].items()
-        for name, value in entry.items()
+        for name, value in optimizer.saved_state(entry)
     }
     for index, weight in enumerate(stepped):
         if optimizer.has_master_weight(weight):
@@ -376,6 +392,13 @@ def _unreadable(place: str, error: Exception) -> ModelError:
 
 
 def _check_groups(optimizer: MasterWeightAdamW, groups: list[dict[str, Any]], place: str) -> None:
+    kinds = [{group.get(_KIND, "adamw") for group in each} for each in (optimizer.param_groups, groups)]
+    if kinds[0] != kinds[1]:
+        wanted, found = (max(each) for each in kinds)
+        raise ModelError(
+            f"optimizer state {place}: is of optimizer.kind {found}, and the config has {wanted}; set kind {found}, or "
+            "start a new run"
+        )
     sizes = [[len(group["params"]) for group in optimizer.param_groups], [len(group["params"]) for group in groups]]
     if sizes[0] != sizes[1]:
         raise ModelError(f"optimizer state {place}: is for {sizes[1]} parameters in groups, the model has {sizes[0]}")
@@ -388,7 +411,10 @@ def _empty_part(
     index, _, key = name.partition(".")
     weight = stepped[int(index)]
     expected = optimizer.complete_shape(weight)
-    if shape == expected:
+    other = optimizer.empty_state(key, weight)
+    if other is not None and shape == tuple(other.shape):
+        return Part.whole(other)
+    if shape == expected and other is None:
         part = optimizer.part(weight, weight)
         return part.of(torch.empty(part.tensor.shape))
     if key == "step":

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.config.models import LoraConfig
+from quartet.config.models import LoraConfig, OptimizerConfig
 from quartet.errors import ModelError
 from quartet.models.training.optimizer import MasterWeightMuon, create_optimizer, load_optimizer, set_learning_rate
 from quartet.models.training.updates import update_policy
@@ -20,10 +20,11 @@ from tests.unit.models.adapters import IDS, same, snapshot
 from tests.unit.models.saving import save_optimizer
 
 RATE, DECAY, MOMENTUM = 1e-2, 0.1, 0.9
+CONFIG = OptimizerConfig(kind="muon", momentum=MOMENTUM)
 
 
 def muon(model: Any, **changes: Any) -> Any:
-    return create_optimizer(model, RATE, weight_decay=DECAY, **{"muon_momentum": MOMENTUM, **changes})
+    return create_optimizer(model, RATE, weight_decay=DECAY, **{"config": CONFIG, **changes})
 
 
 def learn(model: Any, optimizer: Any, seed: int = 0) -> None:
@@ -33,7 +34,7 @@ def learn(model: Any, optimizer: Any, seed: int = 0) -> None:
 
 def stepped_by_muon(model: Any, optimizer: Any) -> set[str]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = [group["params"] for group in optimizer.param_groups if "muon" in group]
+    groups = [group["params"] for group in optimizer.param_groups if group.get("kind") == "muon"]
     return {names[id(parameter)] for group in groups for parameter in group}
 
 
@@ -74,11 +75,11 @@ def test_steps_are_those_of_torch_s_muon_and_adamw() -> None:
 
 def test_it_has_an_effect_in_updates() -> None:
     ours, theirs = tiny.causal("llama"), tiny.causal("llama")
-    learn(ours, muon(ours)), learn(theirs, muon(theirs, muon_momentum=None))
+    learn(ours, muon(ours)), learn(theirs, muon(theirs, config=None))
     changed = {name for name, value in snapshot(ours).items() if not torch.equal(value, snapshot(theirs)[name])}
     assert "model.layers.0.self_attn.q_proj.weight" in changed
     other = tiny.causal("llama")
-    learn(other, muon(other, muon_momentum=0.0))
+    learn(other, muon(other, config=OptimizerConfig(kind="muon", momentum=0.0)))
     assert not same(snapshot(ours), snapshot(other))
 
 
@@ -116,10 +117,10 @@ def test_training_from_a_checkpoint_is_bit_identical(
 
 def test_a_state_of_adamw_is_refused(tmp_path: Path) -> None:
     model = tiny.causal("llama")
-    optimizer = muon(model, muon_momentum=None)
+    optimizer = muon(model, config=None)
     learn(model, optimizer)
     save_optimizer(optimizer, tmp_path / "o")
-    with pytest.raises(ModelError, match=r"is for .* parameters in groups"):
+    with pytest.raises(ModelError, match=r"is of optimizer\.kind adamw, and the config has muon"):
         load_optimizer(muon(model), tmp_path / "o")
 
 
