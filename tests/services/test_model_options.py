@@ -301,6 +301,7 @@ def target_devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(roles, "check_gpu", lambda index: None)
+    monkeypatch.setattr(trainable_model, "matmul_peak", lambda *arguments: 0.0)
     monkeypatch.setattr(nn.Module, "to", to)
     return results
 
