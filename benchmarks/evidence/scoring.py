@@ -17,8 +17,8 @@ import numpy as np
 
 from quartet.config.loading import load_config
 from quartet.contract.generation import GenerationRequest
-from quartet.contract.trajectory import FinishReason, TokenBatch
-from quartet.data.evaluation import read_validation_prompts, run_sampling, trajectory_id
+from quartet.contract.trajectory import FinishReason, TokenBatch, TrajectoryId
+from quartet.data.evaluation import STEP, read_validation_prompts, run_sampling, stream_name
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.torch_settings import set_up_torch
@@ -56,7 +56,8 @@ def score(path: Path, directory: Path, settings: list[str]) -> Scores:
     prompts = read_validation_prompts(config, lambda: tokenizer, vocabulary).prompts
     engine = TorchEngine(policy, stop_token_ids(policy, tokenizer), rollout.max_concurrent_sequences)
     # A fixed run name and seed, because the random numbers depend on them.
-    requests = [GenerationRequest(trajectory_id("evidence", prompt), prompt.token_ids) for prompt in prompts]
+    name = stream_name("evidence")
+    requests = [GenerationRequest(TrajectoryId(name, STEP, prompt.index, 0), prompt.token_ids) for prompt in prompts]
     trajectories = engine.trajectories(requests, run_sampling(rollout), 0)
     batch = TokenBatch.of(trajectories)
     reward = build_reward(config, device)
