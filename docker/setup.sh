@@ -29,7 +29,7 @@ digest=$(tr -d '\n' < redis/redis_password | sha256sum | cut -d ' ' -f 1)
 write_atomically redis/users.acl "user default off resetpass resetkeys resetchannels -@all
 user quartet on #$digest resetkeys resetchannels ~quartet:* -@all +ping +info +multi +exec +scan +exists +del +unlink +get +set \
 +incrby +expire +pttl +watch +unwatch +hset +hsetnx +hget +hmget +hgetall +hexists +hkeys +hdel +sadd +smembers +zadd +zcard +zscore \
-+zrange +zrangebyscore +zrem +rpush +lindex +lrange +llen +lpop +lrem +xgroup|create +xadd +xreadgroup +xack +xdel +xlen"
++zrange +zrangebyscore +zrem +xgroup|create +xadd +xreadgroup +xack +xdel +xlen"
 
 [ "${QUARTET_TLS:-0}" = 1 ] || exit 0
 cd /setup/certificates

@@ -111,6 +111,17 @@ def test_rewards_form_a_queue_and_end_their_sessions(store: TrafficStore) -> Non
     assert [store.take(place(1, 0)), store.take(place(1, 1)), store.take(place(1, 2))] == ["a", "b", None]
 
 
+def test_sessions_that_are_attested_together_are_taken_in_the_order_of_their_rewards(store: TrafficStore) -> None:
+    ids = [f"{number * 7 % 10}" for number in range(10)]
+    for number, id in enumerate(ids):
+        assert store.append_turn(opened(id, number + 1), turn(0), HOUR, "period")
+        assert store.append_request(id, 0, SessionRequest("/v1/completions", b"{}"), HOUR)
+        store.give_reward(id, 1.0)
+    for id in sorted(ids):
+        store.end_period(id, "period", attested=True)
+    assert [store.take(place(1, prompt)) for prompt in range(10)] == ids
+
+
 def test_a_session_without_an_answer_gets_no_reward(store: TrafficStore) -> None:
     append(store, "a", 0, request=False)
     info = store.give_reward("a", 1.0)

@@ -56,7 +56,7 @@ they have the same pods and password. So another run.name leaves Redis as it is.
 {{- define "quartet.redisUsers" -}}
 user default off resetpass resetkeys resetchannels -@all
 {{- /* Only the commands that src/quartet/buffer sends. tests/helm runs the real buffer with this list. */}}
-user quartet on #PASSWORD resetkeys resetchannels ~quartet:* -@all +ping +info +multi +exec +scan +exists +del +unlink +get +set +incrby +expire +pttl +watch +unwatch +hset +hsetnx +hget +hmget +hgetall +hexists +hkeys +hdel +sadd +smembers +zadd +zcard +zscore +zrange +zrangebyscore +zrem +rpush +lindex +lrange +llen +lpop +lrem +xgroup|create +xadd +xreadgroup +xack +xdel +xlen
+user quartet on #PASSWORD resetkeys resetchannels ~quartet:* -@all +ping +info +multi +exec +scan +exists +del +unlink +get +set +incrby +expire +pttl +watch +unwatch +hset +hsetnx +hget +hmget +hgetall +hexists +hkeys +hdel +sadd +smembers +zadd +zcard +zscore +zrange +zrangebyscore +zrem +xgroup|create +xadd +xreadgroup +xack +xdel +xlen
 {{- end -}}
 
 

@@ -39,7 +39,7 @@ from quartet.config.agent import AgentConfig
 from quartet.config.section import MAX_SETTING
 from quartet.config.traffic import TrafficConfig
 from quartet.contract.generation import GenerationRequest, SamplingParameters
-from quartet.contract.logged_values import cleaned
+from quartet.contract.logged_values import problem_of
 from quartet.contract.trajectory import Trajectory, TrajectoryId
 from quartet.errors import BufferFailed, QuartetError, ServiceUnavailable
 from quartet.services.generator.sessions.protocol import (
@@ -413,7 +413,8 @@ class TrafficSessions:
 
 def _is_id(text: str) -> bool:
     allowed = all(character.isascii() and (character.isalnum() or character in "._:-") for character in text)
-    return 0 < len(text) <= MAX_ID_CHARACTERS and allowed
+    # In a path, . and .. name folders.
+    return 0 < len(text) <= MAX_ID_CHARACTERS and allowed and text not in (".", "..")
 
 
 def _shown(info: SessionInfo | None, id: str) -> dict[str, Any]:
@@ -455,10 +456,8 @@ def _reward(body: bytes) -> tuple[float, str]:
     is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
     if not is_number or not -MAX_SETTING <= reward <= MAX_SETTING:
         raise invalid(f"reward: expected a number from -{MAX_SETTING:g} to {MAX_SETTING:g}", "reward", "invalid_value")
-    if not isinstance(logged, dict) or cleaned(logged) != logged or (given.get("logged") is not None and not logged):
-        raise invalid(
-            "logged: expected an object of numbers, booleans and texts, with names of letters, digits and _",
-            "logged",
-            "invalid_value",
-        )
+    if not isinstance(logged, dict) or (given.get("logged") is not None and not logged):
+        raise invalid("logged: expected an object of numbers, booleans and texts", "logged", "invalid_value")
+    if (problem := problem_of(logged)) is not None:
+        raise invalid(f"logged: {problem}", "logged", "invalid_value")
     return float(reward), json.dumps(logged, sort_keys=True)

@@ -1,9 +1,9 @@
 """Sessions of users in Redis: what they asked, what the policy answered, their rewards, and the steps that train on them.
 
 A session is a hash with its requests and turns. It is written before an answer leaves, so any process that generates can continue
-it. A reward ends the session and puts it at the end of a queue, in one transaction. A trajectory of a step takes the first
-session of the queue, also in one transaction, and keeps it if it is generated again. So a session with a reward becomes exactly
-one trajectory. Once its step is committed, only its state is left.
+it. A reward ends the session and puts it into a queue, in one transaction. The queue is in the order of rewards. A trajectory of
+a step takes the first session of the queue, also in one transaction, and keeps it if it is generated again. So a session with a
+reward becomes exactly one trajectory. Once its step is committed, only its state is left.
 
 A turn is recorded with the name of a period: the time between two looks at the weights of its engine. The session reaches the
 queue once the weights were attested after each of its periods. If a process ends before that, its sessions cannot be trained.
@@ -101,7 +101,7 @@ class TrafficStore:
         self._client, self._url, self._lost = client, url, lost
         self._prefix = f"quartet:{run}:traffic:"
         self._queue, self._open, self._unattested, self._committed = (
-            f"{self._prefix}{name}" for name in ("rewarded", "open", "unattested", "committed")
+            f"{self._prefix}{name}" for name in ("queue", "open", "unattested", "committed")
         )
 
     def info(self, id: str) -> SessionInfo | None:
@@ -140,7 +140,7 @@ class TrafficStore:
         """Return the number of sessions with a reward that wait for a step."""
         # Together, because a session may move from one to the other.
         with self._translated(), self._client.pipeline(transaction=True) as pipe:
-            pipe.llen(self._queue)
+            pipe.zcard(self._queue)
             pipe.zcard(self._unattested)
             return sum(map(int, pipe.execute()))
 
@@ -187,14 +187,14 @@ class TrafficStore:
             left = names_in(periods) - {period}
             # A session that cannot be trained ends when a step takes it.
             is_free = not attested or spoiled is not None or not left
-            queues = is_free and pipe.zscore(self._unattested, id) is not None
+            rewarded = pipe.zscore(self._unattested, id) if is_free else None
             pipe.multi()
             pipe.hset(key, "periods", " ".join(sorted(left))) if left else pipe.hdel(key, "periods")
             if not attested:
                 pipe.hset(key, "spoiled", 1)
-            if queues:
+            if rewarded is not None:
                 pipe.zrem(self._unattested, id)
-                pipe.rpush(self._queue, id)
+                pipe.zadd(self._queue, {id: rewarded})
 
         with self._translated():
             self._transaction(write, key, self._unattested)
@@ -276,10 +276,8 @@ class TrafficStore:
                 pipe.multi()
                 fields = {"state": SessionState.REWARDED.value, "reward": repr(reward), "logged": logged}
                 pipe.hset(key, mapping={**fields, "logged_digest": digest_of(logged)})
-                if periods and spoiled is None:
-                    pipe.zadd(self._unattested, {id: time.time()})
-                else:
-                    pipe.rpush(self._queue, id)
+                waits = periods and spoiled is None
+                pipe.zadd(self._unattested if waits else self._queue, {id: time.time()})
                 pipe.zrem(self._open, id)
 
         with self._translated():
@@ -309,11 +307,11 @@ class TrafficStore:
             if trajectory.step <= int(pipe.get(self._committed) or 0):
                 raise FailedPrecondition(f"step {trajectory.step} is committed; it takes no further session")
             earlier: bytes | None = pipe.hget(steps, name)
-            first: bytes | None = pipe.lindex(self._queue, 0)
+            first: bytes | None = next(iter(pipe.zrange(self._queue, 0, 0)), None)
             if earlier is not None or first is None:
                 return earlier
             pipe.multi()
-            pipe.lpop(self._queue)
+            pipe.zrem(self._queue, first)
             pipe.hset(steps, name, first)
             pipe.hset(
                 self._session(first.decode()),
@@ -351,7 +349,7 @@ class TrafficStore:
             if (pipe.hget(key, "state") or b"").decode() in (SessionState.OPEN, SessionState.REWARDED):
                 kept = self._kept(pipe, id)
                 pipe.multi()
-                pipe.lrem(self._queue, 0, id)
+                pipe.zrem(self._queue, id)
                 pipe.zrem(self._open, id)
                 pipe.zrem(self._unattested, id)
                 self._end(pipe, id, kept | {"state": state.value})
@@ -402,7 +400,7 @@ class TrafficStore:
     def forget_all(self) -> None:
         """End all sessions that no step has taken: policies that the run does not have any more may have answered them."""
         with self._translated():
-            queued: Any = self._client.lrange(self._queue, 0, -1)
+            queued: Any = self._client.zrange(self._queue, 0, -1)
             unqueued: Any = [
                 *self._client.zrange(self._open, 0, -1),
                 *self._client.zrange(self._unattested, 0, -1),

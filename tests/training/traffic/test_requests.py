@@ -109,7 +109,9 @@ def test_users_do_not_see_sessions_of_other_keys(waiting: Endpoint) -> None:
         (b'{"reward": NaN}', "expected a number from"),
         (b'{"reward": 1, "step": 2}', "expected an object such as"),
         (b'{"reward": 1, "logged": [1]}', "expected an object of numbers"),
-        (b'{"reward": 1, "logged": {"a": null}}', "expected an object of numbers"),
+        (b'{"reward": 1, "logged": {"a": null}}', "a is not a finite number"),
+        (b'{"reward": 1, "logged": {"a": "' + b"x" * 1001 + b'"}}', "a text of at most 1000 characters"),
+        (b'{"reward": 1, "logged": {"a b": 1}}', "letters, digits and underscores"),
     ],
 )
 def test_a_malformed_reward_changes_nothing(waiting: Endpoint, body: bytes, problem: str) -> None:

@@ -201,6 +201,11 @@ def test_users_take_the_place_of_prompts_and_of_an_environment() -> None:
         ("rollout", {"in_flight_updates": False}, r"rollout\.in_flight_updates true"),
         ("environment", {"traffic": {}}, r"traffic\.operator_keys_file: missing"),
         ("environment", {"agent": {"command": ["a"]}}, r"agent\.command: not used with kind traffic"),
+        (
+            "algorithm",
+            {"estimator": "grpo"},
+            r"estimator grpo: .*a session of a user has one; set an estimator that compares none",
+        ),
         ("environment", {"agent": {"listen": "10.0.0.1:80"}}, r"agent\.listen 10\.0\.0\.1:80: not a loopback"),
         ("services", {"environment": {"address": "host:5"}}, r"services\.environment\.address: not used with"),
     ],

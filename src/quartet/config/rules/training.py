@@ -121,10 +121,12 @@ def check_estimator(config: ConfigTree) -> None:
     spec = algorithm.estimator_spec
     samples = config.rollout.samples_per_prompt
     if spec.uses_groups and samples < spec.min_samples:
-        raise ValueError(
-            f"{setting}: compares the samples of a prompt; set rollout.samples_per_prompt to {spec.min_samples} or more, "
-            f"not {samples}"
+        remedy = (
+            "a session of a user has one; set an estimator that compares none, such as reinforce_plus_plus"
+            if config.has_traffic
+            else f"set rollout.samples_per_prompt to {spec.min_samples} or more, not {samples}"
         )
+        raise ValueError(f"{setting}: compares the samples of a prompt; {remedy}")
     responses = config.rollout.prompts_per_step * samples
     if not spec.uses_groups and responses < spec.min_samples:
         raise ValueError(f"{setting}: a step needs at least {spec.min_samples} responses, not {responses}")
