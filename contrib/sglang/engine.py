@@ -70,7 +70,7 @@ class SGLangServerEngine(ServerEngine):
         return self._max_tokens
 
     def reports_log_probs(self, sampling: SamplingParameters) -> bool:
-        """Return whether no penalty or form applies: log-probs are those after them, and before top_k, top_p and min_p."""
+        """Return whether the log-probs are those of the whole distribution: penalties and structured output change them."""
         return sampling.penalties is None and sampling.structured_output is None
 
     def inspect(self) -> None:

@@ -91,10 +91,10 @@ class TrafficTurns:
     def take(self, wait: bool) -> list[GenerationRequest]:
         if self._stops():
             return []
-        first, self._first = self._first, None
-        requests = [] if first is None else [first]
+        requests = [] if self._first is None else [self._first]
+        self._first = None
         with suppress(queue.Empty):
-            if wait and first is None:
+            if wait and not requests:
                 requests.append(self._queue.get(timeout=IDLE_SECONDS / 5))
             while True:
                 requests.append(self._queue.get_nowait())

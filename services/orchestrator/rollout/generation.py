@@ -159,7 +159,7 @@ class ActorGeneration:
         return []
 
     def peak_flops(self) -> float:
-        """Return 0: there is none."""
+        """Return 0: no generator runs in a separate process."""
         return 0.0
 
     def _ended(self, call: Future[int]) -> None:

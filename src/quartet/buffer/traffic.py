@@ -276,8 +276,8 @@ class TrafficStore:
                 pipe.multi()
                 fields = {"state": SessionState.REWARDED.value, "reward": repr(reward), "logged": logged}
                 pipe.hset(key, mapping={**fields, "logged_digest": digest_of(logged)})
-                waits = periods and spoiled is None
-                pipe.zadd(self._unattested if waits else self._queue, {id: time.time()})
+                is_decided = not periods or spoiled is not None
+                pipe.zadd(self._queue if is_decided else self._unattested, {id: time.time()})
                 pipe.zrem(self._open, id)
 
         with self._translated():

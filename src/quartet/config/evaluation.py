@@ -97,8 +97,8 @@ class EvaluationConfig(Section):
     """Maximum number of validation prompts to use, from the start of the file. The same for each of `sets` without its own
     number."""
     sets: tuple[EvaluationSetConfig, ...] = ()
-    """Further sets of prompts, each with metrics of its own under its name, and with several samples of each prompt. Their
-    responses are not compared with those of the initial policy."""
+    """More sets of prompts. The metrics of a set are named after it, and a set can have several samples per prompt. The responses
+    are not compared with those of the initial policy."""
     judge: FunctionName | None = None
     """Function, as package.module:callable, that compares two responses: f(prompt, response, initial_response, fields). It
     returns a number from 0 (worse) to 1 (better than the initial response). Null: no judge."""

@@ -505,5 +505,5 @@ def test_log_probs_of_turns_of_models_with_states_equal_those_of_whole_sequences
                 before = np.arange(end - len(part.token_ids), end) - 1
                 differences += np.abs(part.log_probs - log_probs[before, part.token_ids]).tolist()
     same = np.mean(np.array(differences) < 1e-5)
-    # An index chooses between tokens of equal scores by their columns, which a batch shifts: 2 to 10 of 125 tokens differ.
+    # An index chooses between tokens of equal scores by their columns, which a batch shifts: up to 10 of 125 tokens differ.
     assert same > 0.8 if kind == "deepseek_v32" else same == 1
