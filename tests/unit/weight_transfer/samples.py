@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,5 +134,13 @@ def mapped() -> int:
 
 def opened() -> int:
     """Return how many descriptors of regions this process has."""
-    links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
-    return sum(REGION in os.readlink(link) for link in links if os.path.islink(link))
+    return sum(REGION in target for target in descriptor_targets())
+
+
+def descriptor_targets() -> list[str]:
+    """Return what the open descriptors of this process are of. Its threads may close some of them meanwhile."""
+    targets = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            targets.append(os.readlink(f"/proc/self/fd/{name}"))
+    return targets

@@ -30,6 +30,7 @@ from tests.unit.weight_transfer.samples import (
     LocalPeer,
     Tensors,
     assert_equal,
+    descriptor_targets,
     digest,
     history,
     pull,
@@ -70,8 +71,7 @@ def make_trainer() -> Iterator[Callable[..., Trainer]]:
 
 def left() -> tuple[int, int]:
     """Return how many sockets and threads this process has."""
-    links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
-    sockets = sum(os.readlink(link).startswith("socket:") for link in links if os.path.islink(link))
+    sockets = sum(target.startswith("socket:") for target in descriptor_targets())
     return sockets, len(os.listdir("/proc/self/task"))
 
 
