@@ -27,7 +27,15 @@ from quartet.engines.engine import Cancelled as IsCancelled
 from quartet.engines.engine import Engine, EngineKind, EngineProperties, EngineResponse, Guarantees, ServedModel
 from quartet.engines.request_checks import check_requests
 from quartet.engines.served_model import read_served_model
-from quartet.engines.vllm_library import BACKEND, NAME, check_arguments, import_vllm, lora_rank, on_cpu
+from quartet.engines.vllm_library import (
+    BACKEND,
+    NAME,
+    check_arguments,
+    check_speculation,
+    import_vllm,
+    lora_rank,
+    on_cpu,
+)
 from quartet.engines.vllm_process import VLLMProcess, error_text
 from quartet.engines.vllm_weights import VLLMWeights
 from quartet.engines.weight_folders import OwnedFolder
@@ -196,6 +204,8 @@ class VLLMEngine:
         has those of the distribution after them, so the responses have none.
         """
         check_requests(self._served, requests, sampling)
+        if self._settings.speculative:
+            check_speculation(max((request.own_sampling(sampling).temperature for request in requests), default=0.0))
         if not self._salt:
             raise ServiceFailed(f"{NAME}: no weights are loaded; load a policy version first")
         return self._generate(requests, sampling, seed, cancelled)
@@ -401,6 +411,9 @@ def create(config: Config) -> tuple[Engine, ServedModel]:
     from quartet.config.rollout import VLLMConfig
 
     vllm, model = config.rollout.vllm or VLLMConfig(), read_served_model(config.actor.model, config.actor.dtype)
+    import_vllm()
+    if vllm.speculative is not None:
+        check_speculation(config.rollout.temperature)
     settings = VLLMSettings(
         max_concurrent_sequences=config.rollout.max_concurrent_sequences,
         tensor_parallel_size=vllm.tensor_parallel_size,

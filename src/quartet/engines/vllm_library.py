@@ -67,6 +67,19 @@ def on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def check_speculation(temperature: float) -> None:
+    """Raise ConfigError for a sampled response with speculative decoding on a CPU.
+
+    There, vLLM's rejection sampler divides the logits at drafted tokens by memory that it has not written, instead of the
+    temperature: tests/detached_engines/test_vllm.py shows it for vLLM 0.32.
+    """
+    if temperature and on_cpu():
+        raise ConfigError(
+            f"rollout.vllm.speculative: at temperature {temperature:g}, vLLM on a CPU draws drafted tokens from another "
+            "distribution than the policy's; remove it, or generate on a GPU"
+        )
+
+
 def check_head_size(size: int, model: str) -> None:
     """Raise ConfigError for a head size that CPU attention refuses. vLLM only finds out in the middle of a generation."""
     if not on_cpu():

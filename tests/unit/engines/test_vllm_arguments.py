@@ -15,9 +15,11 @@ from quartet.config.rollout import SpeculativeDecodingConfig
 from quartet.contract.generation import GenerationRequest, Penalties, SamplingParameters
 from quartet.contract.trajectory import TrajectoryId
 from quartet.engines import vllm as engine_module
+from quartet.engines import vllm_library
 from quartet.engines.engine import ServedModel
 from quartet.engines.vllm import VLLMEngine, create
 from quartet.engines.vllm_library import Library
+from quartet.errors import ConfigError
 from tests.unit.config.test_engines import config
 from tests.unit.models import tiny
 
@@ -30,7 +32,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     library = Library(None, make_dataclass("EngineArgs", []), lambda **given: given, None)
     monkeypatch.setattr(engine_module, "import_vllm", lambda: library)
-    monkeypatch.setattr(engine_module, "on_cpu", lambda: True)
+    for module in (engine_module, vllm_library):
+        monkeypatch.setattr(module, "on_cpu", lambda: False)
     process = SimpleNamespace(start=arguments.update, close=lambda: None)
     monkeypatch.setattr(engine_module, "VLLMProcess", lambda library: process)
     sampling_params = ModuleType("vllm.sampling_params")
@@ -76,6 +79,27 @@ def test_vllm_starts_with_the_speculative_config(
     assert started.get("speculative_config") == wanted
     # The policy's weights arrive later in any case.
     assert (started["model"], started["load_format"]) == (str(tmp_path), "dummy")
+
+
+def test_a_cpu_speculates_for_greedy_responses_only(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = engine_of(tmp_path, SPECULATIVE)
+    monkeypatch.setattr(vllm_library, "on_cpu", lambda: True)
+    engine._salt = "loaded"
+    greedy, sampled = (
+        GenerationRequest(TrajectoryId("r", 1, 0, i), np.array([5], np.int32), greedy=i == 0) for i in range(2)
+    )
+    engine.generate([greedy], SamplingParameters(8), 0, lambda: False)
+    message = (
+        r"rollout\.vllm\.speculative: at temperature 1, vLLM on a CPU draws drafted tokens from another distribution"
+    )
+    with pytest.raises(ConfigError, match=message):
+        engine.generate([greedy, sampled], SamplingParameters(8), 0, lambda: False)
+    engine.close()
+    with pytest.raises(ConfigError, match=message):
+        engine_of(tmp_path, SPECULATIVE)
+    engine_of(tmp_path, None).close()
 
 
 def test_vllm_gets_the_penalties(started: dict[str, Any], tmp_path: Path) -> None:
