@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quartet.config.live_settings import LIVE_NAME_PATTERN
 from quartet.contract.control import Alert, Setting, SettingChange
 from quartet.contract.generation import EngineProperties
+from quartet.contract.status import DeviceReading
 from quartet.contract.weights import TransferWay
 from quartet.services.orchestrator.telemetry.step_profiler import Span
 
@@ -409,6 +410,8 @@ class ServiceInfo(Model):
     """Response tokens generated since the process started."""
     tokens_per_second: float | None = None
     """Mean of tokens_generated per second of generation."""
+    devices: list[DeviceReading] = []
+    """Last readings of the process's GPUs, or of the CPU. A value that a device does not report is null."""
     engine: EngineProperties | None = None
     last_transfer: WeightTransferInfo | None = None
     """Last transfer of weights into a generator."""

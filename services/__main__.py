@@ -215,6 +215,8 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
 
         gc.enable()
 
+        devices = observability.watch_devices(_visible_devices(roles, config))
+        stack.callback(devices.close)
         observability.start()
         limits = None if sharing is None else shared_limits(sharing.max_runs, sharing.max_pending_calls)
         if roles == [Role.ENVIRONMENT] and config.environment.kind == "agent":
@@ -223,6 +225,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             *(hosted, listen, credentials, observability.interceptors, observability.address, service.health_listen),
             bind_seconds=RESTART_BIND_SECONDS if _is_restart(options) else 0.0,
             limits=limits,
+            devices=devices.readings,
         )
         for role in hosted:
             if (engine := role.status().engine) is not None:
@@ -303,6 +306,13 @@ def _torch_devices(roles: list[Role], config: Config) -> list[int]:
         role for role in roles if role.holds_model or (role is Role.GENERATOR and config.rollout.engine == "torch")
     ]
     return [index for role in uses_torch for index in getattr(config.services, role).devices]
+
+
+def _visible_devices(roles: list[Role], config: Config) -> list[int]:
+    """Return CUDA's indices of this process's GPUs: those of all roles, and of all ranks on this machine."""
+    indices = sorted({index for role in roles for index in getattr(getattr(config.services, role), "devices", ())})
+    # See ``set_up_engine``.
+    return indices if config.rollout.engine == "torch" or roles != [Role.GENERATOR] else [*range(len(indices))]
 
 
 def _models(

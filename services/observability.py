@@ -13,7 +13,8 @@ from quartet.errors import ConfigError
 from quartet.rpc.call_interceptors import CallInterceptor, CallMetrics, CallTraces
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.server import HostedRole
-from quartet.telemetry.prometheus import MetricsServer, ServiceMetrics, process_registry
+from quartet.system.devices import DeviceMonitor
+from quartet.telemetry.prometheus import DeviceMetrics, MetricsServer, ServiceMetrics, process_registry
 from quartet.telemetry.traces import Traces
 
 log = structlog.get_logger()
@@ -50,6 +51,12 @@ class Observability:
     def add_services(self, hosted: Sequence[HostedRole]) -> None:
         """Add the metrics of the model services of this process."""
         self.registry.register(ServiceMetrics(lambda: [role.status() for role in hosted]))
+
+    def watch_devices(self, indices: Sequence[int]) -> DeviceMonitor:
+        """Return a monitor of the GPUs with torch's ``indices``, or of the CPU without any. Add its readings to the metrics."""
+        devices = DeviceMonitor(indices)
+        self.registry.register(DeviceMetrics(devices.readings))
+        return devices
 
     def start(self) -> None:
         """Serve the metrics. Raises ConfigError if a configured address is taken; without one, the process continues."""

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quartet.config.url_redaction import redact_url
-from quartet.contract.status import TRAINED_ROLES, GeneratorInfo, GeneratorState, Role, ServiceStatus
+from quartet.contract.status import TRAINED_ROLES, GeneratorInfo, GeneratorState, ProcessStatus, Role, ServiceStatus
 from quartet.contract.weights import PublishedWeights, WeightTransfer
 from quartet.errors import ConfigError, MismatchError, NoResponse, QuartetError, ServiceUnavailable
 from quartet.gateway.monitors.buffer_monitor import BufferMonitor
@@ -178,7 +178,8 @@ def _poll_service(role: str, service: _MonitoredService, generator: GeneratorInf
             role=role, address=address, health="unreachable", detail="does not respond to the orchestrator"
         )
     try:
-        status = _status(role, service.channel)
+        process = service.channel.status(TIMEOUT_SECONDS)
+        status = _status(role, process)
         serving = service.channel.is_serving(TIMEOUT_SECONDS)
     except QuartetError as error:
         service.busy_seconds = None
@@ -218,6 +219,7 @@ def _poll_service(role: str, service: _MonitoredService, generator: GeneratorInf
         trajectories=generator.trajectories if generator is not None else None,
         tokens_generated=generated,
         tokens_per_second=generated / generating if generated and generating else None,
+        devices=list(process.devices),
         **_weights(status),
     )
 
@@ -238,8 +240,8 @@ def _with_hex_digest(measured: WeightTransfer | PublishedWeights) -> dict[str, A
     return {"digest": fields.pop("weights_digest").hex(), **fields}
 
 
-def _status(role: str, channel: ServiceChannel) -> ServiceStatus:
-    for status in channel.status(TIMEOUT_SECONDS).roles:
+def _status(role: str, process: ProcessStatus) -> ServiceStatus:
+    for status in process.roles:
         if status.role == role:
             return status
     raise MismatchError(

@@ -21,7 +21,7 @@ from quartet.contract.generation import (
     SamplingParameters,
     StructuredOutput,
 )
-from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.status import DeviceReading, Role, ServiceStatus
 from quartet.contract.trajectory import (
     FAILURES,
     Branch,
@@ -224,6 +224,9 @@ statuses = st.builds(
     published_weights=st.dictionaries(uint64, digest, max_size=3),
     last_transfer=st.none() | weight_transfers,
     open_sessions=uint32,
+)
+device_readings = st.builds(
+    DeviceReading, names, st.none() | doubles, st.none() | uint64, st.none() | uint64, st.none() | doubles
 )
 samplings = st.builds(
     SamplingParameters,

@@ -103,7 +103,15 @@ RECORDS: list[tuple[Any, st.SearchStrategy[Any]]] = [
     (status_pb2.WeightPublication, publications),
     (status_pb2.EngineProperties, strategies.engines),
     (status_pb2.RoleStatus, strategies.statuses),
-    (status_pb2.GetStatusResponse, st.builds(ProcessStatus, st.tuples(strategies.statuses), names, names, names)),
+    (
+        status_pb2.GetStatusResponse,
+        st.builds(
+            ProcessStatus,
+            st.tuples(strategies.statuses),
+            *(names, names, names),
+            st.lists(strategies.device_readings, max_size=2).map(tuple),
+        ),
+    ),
     (orchestrator_pb2.Progress, strategies.progresses),
     (orchestrator_pb2.Setting, st.builds(Setting, names, strategies.doubles, strategies.doubles, strategies.doubles)),
     (

@@ -111,10 +111,18 @@ function card(service, generates) {
       ["Step", service.step === null ? null : whole(service.step)],
       ["Micro-batch", microBatch(service)],
       ["Published", publication(service)],
+      ...service.devices.map((reading) => [`Use of ${reading.name}`, use(reading)]),
     ]),
     service.engine && generates ? guarantees(service.engine) : null,
     busy(service.busy_seconds),
   );
+}
+
+/** Return what a device reports of itself; null if it reports nothing. */
+function use({ busy: share, memory_used_bytes: used, memory_total_bytes: total, power_watts: watts }) {
+  const memory = used === null ? null : `${bytes(used)}${total === null ? "" : ` of ${bytes(total)}`}`;
+  const parts = [share === null ? null : `${percent(share)} busy`, memory, watts === null ? null : `${number(watts)} W`];
+  return parts.filter(Boolean).join(", ") || null;
 }
 
 /** Return the name of a process for people: a run may have several generators. */
@@ -141,6 +149,7 @@ function generatorsPanel(generators) {
     { label: "State", cell: (service) => [healthPill(service.health), service.detail ? h("p", { class: "small" }, service.detail) : null] },
     { label: "Engine", cell: ({ engine, device }) => [engine?.name, device].filter(Boolean).join(", ") || "–" },
     { label: "Load", number: true, cell: ({ load: share }) => percent(share) },
+    { label: "Devices", cell: ({ devices }) => devices.map((reading) => h("div", {}, `${reading.name}: ${use(reading) ?? "–"}`)) },
     { label: "Tokens/s", number: true, cell: ({ tokens_per_second: rate }) => number(rate) },
     { label: "Tokens", number: true, cell: ({ tokens_generated: tokens }) => whole(tokens) },
     { label: "Assigned", number: true, cell: ({ trajectories }) => whole(trajectories) },

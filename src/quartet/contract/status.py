@@ -105,14 +105,26 @@ class GeneratorInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceReading:
+    """How busy a device is. See ``DeviceReading`` in proto/quartet/v1/status.proto. None: the device does not report it."""
+
+    name: str
+    busy: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_watts: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessStatus:
     """Status of all roles of a process.
 
     ``metrics_address`` is HOST:PORT of its Prometheus metrics, empty if they are not served. ``instance_id`` is a random id that
-    changes when the process is restarted.
+    changes when the process is restarted. ``devices`` are empty if the process takes no readings.
     """
 
     roles: tuple[ServiceStatus, ...]
     version: str
     metrics_address: str = ""
     instance_id: str = ""
+    devices: tuple[DeviceReading, ...] = ()

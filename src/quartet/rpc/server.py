@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 from quartet import __version__
 from quartet.codec.messages import to_message
 from quartet.config.layout import check_listen_address
-from quartet.contract.status import ProcessStatus, Role, ServiceStatus
+from quartet.contract.status import DeviceReading, ProcessStatus, Role, ServiceStatus
 from quartet.errors import ConfigError, InvalidRequest, ServiceBusy
 from quartet.rpc.call_interceptors import CallInterceptor, wrap_handler
 from quartet.rpc.health import HealthListener, HealthServicer
@@ -65,15 +65,21 @@ class StreamingRole(Protocol):
 class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     """StatusService for all roles of the process."""
 
-    def __init__(self, roles: Sequence[HostedRole], metrics_address: str = "") -> None:
-        self._roles, self._metrics_address = roles, metrics_address
+    def __init__(
+        self,
+        roles: Sequence[HostedRole],
+        metrics_address: str = "",
+        devices: Callable[[], tuple[DeviceReading, ...]] = tuple,
+    ) -> None:
+        self._roles, self._metrics_address, self._devices = roles, metrics_address, devices
         self._instance_id = secrets.token_hex(8)
 
     def GetStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Return the status of the process."""
         roles = tuple(role.status() for role in self._roles)
         return to_message(
-            status_pb2.GetStatusResponse, ProcessStatus(roles, __version__, self._metrics_address, self._instance_id)
+            status_pb2.GetStatusResponse,
+            ProcessStatus(roles, __version__, self._metrics_address, self._instance_id, self._devices()),
         )
 
 
@@ -174,13 +180,15 @@ class Server:
         allowed: Mapping[str, frozenset[str]] = CALLERS,
         bind_seconds: float = 0.0,
         limits: CallLimits | None = None,
+        devices: Callable[[], tuple[DeviceReading, ...]] = tuple,
     ) -> None:
         """Bind and start.
 
         ``metrics_address`` is part of the status. ``health_listen``: HOST:PORT of a separate listener for health checks.
         ``allowed``: the processes that may call each method. ``bind_seconds``: time to wait for a port that is in use.
-        ``limits`` default to those of a service of one run. Raises ConfigError if an address is taken or invalid, or is not
-        loopback without certificates and without ``allow_plaintext``.
+        ``limits`` default to those of a service of one run. ``devices`` returns the readings of the process's devices at once.
+        Raises ConfigError if an address is taken or invalid, or is not loopback without certificates and without
+        ``allow_plaintext``.
         """
         limits = limits or CallLimits()
         if not credentials.encrypted:
@@ -194,7 +202,9 @@ class Server:
         )
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        status_pb2_grpc.add_StatusServiceServicer_to_server(StatusServicer(roles, metrics_address), self._server)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(
+            StatusServicer(roles, metrics_address, devices), self._server
+        )
         for role in roles:
             role.register(self._server)
         host = listen.rpartition(":")[0]

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from quartet import __version__
 from quartet.config.section import is_loopback
-from quartet.contract.status import Role, ServiceStatus
+from quartet.contract.status import DeviceReading, Role, ServiceStatus
 from quartet.errors import ConfigError
 from quartet.system.secret_files import AUTHORITY, CERTIFICATE, KEY
 
@@ -53,6 +53,28 @@ class GpuMemory(Collector):
             for device in range(torch.cuda.device_count()):
                 memory.add_metric((f"cuda:{device}",), torch.cuda.memory_allocated(device))
         yield memory
+
+
+class DeviceMetrics(Collector):
+    """Readings of the devices of this process."""
+
+    def __init__(self, readings: Callable[[], Sequence[DeviceReading]]) -> None:
+        self._readings = readings
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield a gauge per kind of reading, without the devices that do not report it."""
+        readings = self._readings()
+        for name, text, field in (
+            ("busy_ratio", "Share of the last second in which the GPU was busy, or of the cores used, 0 to 1.", "busy"),
+            ("memory_used_bytes", "Memory in use: of the GPU, or of this process.", "memory_used_bytes"),
+            ("memory_total_bytes", "Memory of the GPU, or that this process may use.", "memory_total_bytes"),
+            ("power_watts", "Power of the GPU.", "power_watts"),
+        ):
+            gauge = GaugeMetricFamily(f"quartet_device_{name}", text, labels=("device",))
+            for reading in readings:
+                if (value := getattr(reading, field)) is not None:
+                    gauge.add_metric((reading.name,), value)
+            yield gauge
 
 
 class ServiceMetrics(Collector):

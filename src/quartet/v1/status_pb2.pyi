@@ -461,6 +461,7 @@ class GetStatusResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of Quartet."""
     metrics_address: _builtins.str
@@ -471,6 +472,10 @@ class GetStatusResponse(_message.Message):
     def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleStatus]:
         """At least one."""
 
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceReading]:
+        """Readings of the devices of the process, at most a second old: its GPUs, or the CPU without one. Empty if it takes none."""
+
     def __init__(
         self,
         *,
@@ -478,11 +483,65 @@ class GetStatusResponse(_message.Message):
         version: _builtins.str = ...,
         metrics_address: _builtins.str = ...,
         instance_id: _builtins.str = ...,
+        devices: _abc.Iterable[Global___DeviceReading] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "metrics_address", b"metrics_address", "roles", b"roles", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "instance_id", b"instance_id", "metrics_address", b"metrics_address", "roles", b"roles", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class DeviceReading(_message.Message):
+    """How busy a device is. A value that the device does not report is absent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    POWER_WATTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"cuda:0" with the index of torch, or "cpu": this process on the cores that it may use."""
+    busy: _builtins.float
+    """Share of the last second in which the GPU ran kernels, or share of the cores that the process used. 0 to 1."""
+    memory_used_bytes: _builtins.int
+    """Memory in use: of the GPU by all processes, or of this process."""
+    memory_total_bytes: _builtins.int
+    """Memory of the GPU, or memory that the process may use: that of its control group, or of the machine."""
+    power_watts: _builtins.float
+    """Power of the GPU."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        busy: _builtins.float | None = ...,
+        memory_used_bytes: _builtins.int | None = ...,
+        memory_total_bytes: _builtins.int | None = ...,
+        power_watts: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_busy", b"_busy", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_power_watts", b"_power_watts", "busy", b"busy", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "power_watts", b"power_watts"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy", b"_busy", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_power_watts", b"_power_watts", "busy", b"busy", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "name", b"name", "power_watts", b"power_watts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__busy: _TypeAlias = _typing.Literal["busy"]  # noqa: Y015
+    _WhichOneofArgType__busy: _TypeAlias = _typing.Literal["_busy", b"_busy"]  # noqa: Y015
+    _WhichOneofReturnType__memory_total_bytes: _TypeAlias = _typing.Literal["memory_total_bytes"]  # noqa: Y015
+    _WhichOneofArgType__memory_total_bytes: _TypeAlias = _typing.Literal["_memory_total_bytes", b"_memory_total_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__memory_used_bytes: _TypeAlias = _typing.Literal["memory_used_bytes"]  # noqa: Y015
+    _WhichOneofArgType__memory_used_bytes: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__power_watts: _TypeAlias = _typing.Literal["power_watts"]  # noqa: Y015
+    _WhichOneofArgType__power_watts: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__busy) -> _WhichOneofReturnType__busy | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_total_bytes) -> _WhichOneofReturnType__memory_total_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_used_bytes) -> _WhichOneofReturnType__memory_used_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__power_watts) -> _WhichOneofReturnType__power_watts | None: ...
+
+Global___DeviceReading: _TypeAlias = DeviceReading  # noqa: Y015
