@@ -91,11 +91,12 @@ def _prometheus() -> Iterator[tuple[str, str, list[Any]]]:
     from quartet.services.orchestrator.control.progress import ProgressBoard
     from quartet.services.orchestrator.telemetry.run_metrics import RunMetrics
     from quartet.services.reward.sharing import RunUsage, SharingMetrics
-    from quartet.telemetry.prometheus import ServiceMetrics, process_registry
+    from quartet.telemetry.prometheus import DeviceMetrics, ServiceMetrics, process_registry
 
     calls = CollectorRegistry()
     CallMetrics(calls)
     standard = [family for family in process_registry("actor").collect() if family.name != "python_info"]
+    standard += DeviceMetrics(tuple).collect()
     standard.sort(key=lambda family: not family.name.startswith("quartet_"))
     yield "Every process", "", [*_with_labels(calls), *standard]
     yield "Model services", "", list(ServiceMetrics(list).collect())

@@ -404,7 +404,7 @@ def _code() -> str:
 
 def _spellings(metric: str) -> list[str]:
     """Return patterns for a metric's name in code: unchanged, or with the variable part filled in."""
-    stem = re.sub(r"_(actor|critic)$", "", metric)
+    stem = re.sub(r"_(actor|critic|generator)$", "", metric)
     # reward_NAME_mean stands for one metric per part of an ensemble, PHASE_seconds for one per phase.
     pattern = re.sub(r"[A-Z]+", r"\\{[^{}]+\\}", metric)
     by_role = [rf'"{stem}"', rf'"{stem}_\{{'] if stem != metric else []

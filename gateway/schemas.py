@@ -198,6 +198,15 @@ class StepSummary(Model):
     failed_trajectories: int
 
 
+class DeviceSamples(Model):
+    """Samples of the devices of one service in a step."""
+
+    service: str
+    """As in the spans."""
+    samples: list[tuple[float, float | None, float | None, float | None]]
+    """Seconds since the start of the step, use from 0 to 1, bytes of memory, watts. A value that is not reported is null."""
+
+
 class StepDetail(Model):
     """All information about one committed step."""
 
@@ -207,6 +216,8 @@ class StepDetail(Model):
     """Start time in seconds since 1970; null if there is no timeline."""
     spans: list[Span]
     """Sorted by service and start; empty if there is no timeline."""
+    devices: list[DeviceSamples] = []
+    """How busy the devices of actor, critic and generators were, about once a second."""
     has_tokens: bool
     """True if the tokens of the step's trajectories were kept."""
 

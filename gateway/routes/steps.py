@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Query
 from pydantic import TypeAdapter
@@ -14,12 +14,13 @@ from quartet.gateway.http.api_router import api_router
 from quartet.gateway.http.http_errors import NotFound
 from quartet.gateway.http.pagination import cursor_after, read_cursor
 from quartet.gateway.routes.dependencies import Cursor, Limit, Step, TheReaders, TheRunFiles
-from quartet.gateway.schemas import Page, StepDetail, StepSummary
+from quartet.gateway.schemas import DeviceSamples, Page, StepDetail, StepSummary
 from quartet.services.orchestrator.telemetry.step_profiler import Span
 
 router = api_router("steps")
 
-_SPANS = TypeAdapter(list[Span])
+Item = TypeVar("Item")
+_SPANS, _DEVICES = TypeAdapter(list[Span]), TypeAdapter(list[DeviceSamples])
 _SUMMARY_METRICS = [name for name in StepSummary.model_fields if name not in ("step", "failed_trajectories")]
 
 
@@ -61,7 +62,10 @@ def get_step(_: Viewer, step: Step, files: TheRunFiles, readers: TheReaders) -> 
         step=step,
         metrics=columns.row(step),
         started=None if timeline is None else timeline.get("started"),
-        spans=[] if timeline is None else _spans(timeline, step),
+        spans=[]
+        if timeline is None
+        else sorted(_valid(_SPANS, timeline.get("spans"), step), key=lambda span: (span.service, span.start, span.end)),
+        devices=[] if timeline is None else _valid(_DEVICES, timeline.get("devices", []), step),
         has_tokens=(files.tokens / f"step-{step:06d}.safetensors").is_file(),
     )
 
@@ -72,11 +76,10 @@ def _summary(step: int, row: dict[str, float | None], failed_trajectories: int) 
     return StepSummary(step=step, **metrics, failed_trajectories=failed_trajectories)
 
 
-def _spans(timeline: dict[str, Any], step: int) -> list[Span]:
+def _valid(adapter: TypeAdapter[list[Item]], value: Any, step: int) -> list[Item]:
     try:
-        spans = _SPANS.validate_python(timeline["spans"])
-    except (KeyError, TypeError, ValueError):
+        return adapter.validate_python(value)
+    except ValueError:
         raise ConfigError(
-            f"timeline.jsonl: step {step}: not spans in Quartet's format; remove the file, which the run does not need"
+            f"timeline.jsonl: step {step}: not in Quartet's format; remove the file, which the run does not need"
         ) from None
-    return sorted(spans, key=lambda span: (span.service, span.start, span.end))

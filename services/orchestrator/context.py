@@ -10,6 +10,7 @@ from quartet.buffer.rollout_stream import RolloutStream
 from quartet.buffer.traffic import TrafficStore
 from quartet.buffer.turn_records import TurnRecordStore
 from quartet.config.root import Config
+from quartet.contract.status import GeneratorState, Role
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.live_settings import LiveSettings
@@ -17,6 +18,7 @@ from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.rollout.generation import Generation
 from quartet.services.orchestrator.service_clients import ServiceClients
+from quartet.services.orchestrator.telemetry.device_samples import DeviceSampler
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 from quartet.telemetry.traces import Traces
@@ -43,6 +45,7 @@ class RunContext:
     board: ProgressBoard
     profiler: StepProfiler
     telemetry: RunTelemetry
+    devices: DeviceSampler
 
     @classmethod
     def connect(
@@ -60,6 +63,15 @@ class RunContext:
         clients, profiler = ServiceClients(config, credentials, board.note), StepProfiler(traces)
         if traces is not None:
             clients.observe(traces)
+        # Before the generators are watched on threads: it may refuse the config.
+        telemetry = RunTelemetry(config, files, board, profiler)
+        generation = clients.generation(board.note, profiler.observe)
+
+        def device_targets() -> dict[str, str]:
+            trained = {str(client.role): client.channel.address for client in clients.trained}
+            generators = (each.address for each in generation.generators() if each.state is GeneratorState.READY)
+            return trained | {f"{Role.GENERATOR} {address}": address for address in generators}
+
         return cls(
             config=config,
             files=files,
@@ -73,11 +85,11 @@ class RunContext:
             if config.has_environment
             else None,
             clients=clients,
-            # Before the generators are watched on threads: it may refuse the config.
-            telemetry=RunTelemetry(config, files, board, profiler),
-            generation=clients.generation(board.note, profiler.observe),
+            telemetry=telemetry,
+            generation=generation,
             control=control,
             live_settings=LiveSettings(config, files, control),
             board=board,
             profiler=profiler,
+            devices=DeviceSampler(device_targets, credentials),
         )

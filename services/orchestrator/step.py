@@ -243,7 +243,7 @@ class StepTransaction:
 
     def _report(self, step: int, metrics: dict[str, float], started: float) -> None:
         """Pass a committed step to telemetry and log. ``started`` is the step's start by ``time.perf_counter``."""
-        self._run.telemetry.committed(step, started, metrics)
+        self._run.telemetry.committed(step, started, metrics, self._run.devices.take(started))
         log.info(
             "step committed",
             step=step,
@@ -281,4 +281,5 @@ class StepTransaction:
             **self._preparation.take_metrics(prepared.experience.policy_version),
             **exposed,
             **self._utilisation.metrics(step, prepared.experience, generated, calls),
+            **self._run.devices.metrics(),
         }

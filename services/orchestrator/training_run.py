@@ -126,6 +126,7 @@ class TrainingRun:
         with ExitStack() as stack:
             # Each is called even if one before it raises.
             stack.callback(self._run.telemetry.close)
+            stack.callback(self._run.devices.close)
             if self._lease is not None:
                 stack.callback(self._lease.release)
             if self._evaluator is not None:
@@ -188,6 +189,7 @@ class TrainingRun:
         identity = load_identity(config, files, started, micro_batches, contents, model_files_of(statuses), engines)
         self._handshake.note_memory(statuses, identity)
         self._run.telemetry.start(tokenizer, identity.id)
+        self._run.devices.start()
         steps = StepTransaction(
             self._run,
             identity,

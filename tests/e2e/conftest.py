@@ -177,7 +177,8 @@ def step_metrics(run: Any) -> list[dict[str, float]]:
 
 def without_measurements(steps: Iterable[Mapping[str, float]]) -> list[dict[str, float]]:
     """Return the metrics of steps, except measurements, which a repetition of the run does not repeat."""
-    counts = ("generators", "weights_changed", "weight_update_bytes", "weight_transfers", "mfu", "tokens_per_second")
+    transfers = ("generators", "weights_changed", "weight_update_bytes", "weight_transfers")
+    counts = (*transfers, "mfu", "tokens_per_second", "device_")
 
     def is_measured(name: str) -> bool:
         return name.startswith(counts) or (name.endswith(("seconds", "cured_faults")) and not name.startswith(PREFIX))

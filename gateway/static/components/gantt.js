@@ -16,6 +16,8 @@ const COLOURS = {
 };
 const ROW = 34;
 const BAR = 20;
+/** Height of the lane of devices below a bar. */
+const LANE = 6;
 const TOP = 6;
 /** Mean width of a character of the labels, in pixels. */
 const CHARACTER = 6.6;
@@ -23,8 +25,11 @@ const CHARACTER = 6.6;
 /** Return the CSS variable with the colour of a phase. */
 export const colourOf = (phase) => `var(--${COLOURS[phase] ?? "grey"})`;
 
-/** Return the timeline for a width in pixels, followed by a line of text about the span under the pointer. */
-export function gantt(spans, width) {
+/**
+ * Return the timeline for a width in pixels, followed by a line of text about the span under the pointer. Below the work of a service
+ * that has samples of its `devices`, a lane shows how busy they were.
+ */
+export function gantt(spans, width, devices = []) {
   const names = servicesOf(spans);
   const length = lengthOf(spans);
   const left = labelWidth(names, width);
@@ -48,12 +53,31 @@ export function gantt(spans, width) {
     for (const [start, end] of gaps(union(own.filter(isWork)), length)) {
       drawing.append(s("rect", { class: "idle", x: x(start), y: y + 7, width: Math.max(0.5, x(end) - x(start)), height: BAR }));
     }
+    const samples = devices.find(({ service }) => service === name)?.samples ?? [];
+    if (samples.length) drawing.append(deviceLane(samples, x, y + 7 + BAR + 1, length));
     for (const span of own.filter(isWork)) bars.push(bar(span, linked.has(span), x, y, length, readout, rest));
   });
   drawing.append(...bars);
   enableArrowKeys(bars);
   return h("div", {}, h("div", { class: "scroll" }, drawing), readout);
 }
+
+/** Return a lane whose height is the use of the devices. Each sample covers the time since the one before it. */
+function deviceLane(samples, x, y, length) {
+  const [busy, power] = [1, 3].map((field) => mean(samples.map((sample) => sample[field]).filter((value) => value !== null)));
+  const about = [busy === null ? "" : `${percent(busy)} busy`, power === null ? "" : `${Math.round(power)} W`].filter(Boolean).join(", ");
+  const lane = s("g", { class: "device-lane", role: "img", "aria-label": `devices: ${about || "no readings"}` }, s("title", {}, `devices: ${about}`));
+  samples.forEach(([at, share], index) => {
+    const start = index ? samples[index - 1][0] : Math.max(0, at - 1);
+    const end = Math.min(at, length);
+    if (share === null || end <= start) return;
+    const height = Math.max(0.5, share * LANE);
+    lane.append(s("rect", { x: x(start), y: y + LANE - height, width: x(end) - x(start), height }));
+  });
+  return lane;
+}
+
+const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
 
 /** Return the width of the service names in pixels: as wide as the longest, up to a quarter of the drawing. */
 function labelWidth(names, width) {
@@ -141,7 +165,7 @@ function niceStep(rough) {
 }
 
 /** Return the legend of the phases that occur. */
-export function ganttKeys(spans) {
+export function ganttKeys(spans, devices = []) {
   const phases = [...new Set(spans.filter(isWork).map((span) => span.phase))];
   const own = phases.filter((phase) => COLOURS[phase]);
   const rest = phases.filter((phase) => !COLOURS[phase]);
@@ -152,5 +176,6 @@ export function ganttKeys(spans) {
     rest.length ? h("span", {}, h("i", { style: { "--key": "var(--grey)" } }), rest.join(", ")) : null,
     h("span", {}, h("i", { class: "idle" }), "idle"),
     h("span", {}, h("i", { class: "chain" }), "on the critical path"),
+    devices.length ? h("span", {}, h("i", { style: { "--key": "var(--muted)" } }), "devices busy") : null,
   );
 }

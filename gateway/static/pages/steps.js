@@ -162,7 +162,7 @@ class StepsPage {
     );
   }
 
-  timeline({ spans }) {
+  timeline({ spans, devices }) {
     if (!spans.length) {
       return h("div", { class: "panel" }, empty("No timeline for this step", "Timelines are recorded if telemetry.timeline is true."));
     }
@@ -172,7 +172,7 @@ class StepsPage {
     return h(
       "section",
       { class: "panel padded stack" },
-      h("div", { class: "page-head", style: { margin: "0" } }, h("h3", {}, "Timeline"), h("div", { class: "end" }, ganttKeys(spans))),
+      h("div", { class: "page-head", style: { margin: "0" } }, h("h3", {}, "Timeline"), h("div", { class: "end" }, ganttKeys(spans, devices))),
       this.chart,
       h("h3", {}, "Critical path: the work that determines the duration of the step"),
       h(
@@ -210,7 +210,7 @@ class StepsPage {
 
   drawGantt() {
     if (!this.chart?.isConnected || !this.shown?.spans.length) return;
-    replace(this.chart, gantt(this.shown.spans, Math.max(320, this.chart.clientWidth)));
+    replace(this.chart, gantt(this.shown.spans, Math.max(320, this.chart.clientWidth), this.shown.devices));
   }
 
   metrics({ metrics }) {

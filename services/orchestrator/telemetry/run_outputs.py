@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,8 +54,13 @@ class RunTelemetry:
             arrays = token_arrays(prepared, self._config.has_critic)
             self._files.write_tokens(step, arrays, self._settings.tokens_keep_steps)
 
-    def committed(self, step: int, started: float, metrics: Mapping[str, float]) -> None:
-        """Write the timeline since ``started`` (``time.perf_counter``), and pass the metrics of the step to the sinks."""
+    def committed(
+        self, step: int, started: float, metrics: Mapping[str, float], devices: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Write the timeline since ``started`` (``time.perf_counter``), and pass the metrics of the step to the sinks.
+
+        ``devices``: see ``DeviceSampler.take``.
+        """
         seconds = time.perf_counter() - started
         spans = self._profiler.end_step(started)
         if self._settings.timeline:
@@ -66,6 +71,7 @@ class RunTelemetry:
                         "started": time.time() - seconds,
                         "seconds": seconds,
                         "spans": [span.row() for span in spans],
+                        **({"devices": devices} if devices else {}),
                     }
                 )
         self._sinks.step(step, metrics)

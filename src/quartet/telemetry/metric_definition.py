@@ -65,6 +65,8 @@ CHART_CURVES: tuple[tuple[str, Literal["", "scores", "critic", "teacher"], dict[
         {"tokens_per_second_actor": "actor", "tokens_per_second_generation": "generation"},
     ),
     ("Tokens per second and device", "critic", {"tokens_per_second_critic": "critic"}),
+    ("Devices busy", "", {"device_busy_actor": "actor", "device_busy_generator": "generators"}),
+    ("Devices busy", "critic", {"device_busy_critic": "critic"}),
     ("Finished responses", "", {"eos_rate": "finished responses"}),
     ("Gradient norms", "", {"grad_norm_actor": "actor"}),
     ("Gradient norms", "critic", {"grad_norm_critic": "critic"}),

@@ -492,6 +492,42 @@ STEP_METRICS = (
             ("generation", "generation", "far below that of updates: decoding is limited by the memory bandwidth"),
         )
     ),
+    *(
+        metric(
+            f"device_{name}_{role}",
+            unit,
+            f"{meaning} of the {role}{'s' * (role == 'generator')}, {of}. In a step shorter than a second: the last sample.",
+            healthy,
+            warning,
+        )
+        for name, unit, meaning, of, healthy, warning in (
+            (
+                "busy",
+                "share",
+                "How busy the devices",
+                "over the samples of the step: the share of time in which a GPU ran kernels, or of the cores that a process used",
+                "high while the service works, see the timeline",
+                "low in a step that waits for this service: it waits for the CPU or the network",
+            ),
+            (
+                "memory_bytes",
+                "bytes",
+                "Largest memory in use on the devices",
+                "of all processes on a GPU, or of the process on a CPU",
+                "steady",
+                "rises towards the memory of the device",
+            ),
+            (
+                "power_watts",
+                "watts",
+                "Mean power of the GPUs",
+                "absent where NVML does not report it",
+                "steady",
+                "far below the limit: the GPU waits for memory, for the CPU or for another service",
+            ),
+        )
+        for role in ("actor", "critic", "generator")
+    ),
 )
 """Metrics of metrics.jsonl. Those of critic, scores, episodes and generators in separate processes are absent without them."""
 

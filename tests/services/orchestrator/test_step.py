@@ -146,7 +146,9 @@ class Transaction:
         config = parts.config = parse_config(tree, "test")
         any_parts: Any = parts
         self.attempts = RecoveryAttempts(RecoveryConfig(max_recoveries=1, backoff_seconds=0.01))
-        run: Any = SimpleNamespace(config=config, board=ProgressBoard("run", 9), profiler=StepProfiler())
+        devices = SimpleNamespace(metrics=dict)
+        board = ProgressBoard("run", 9)
+        run: Any = SimpleNamespace(config=config, board=board, profiler=StepProfiler(), devices=devices)
         identity: Any = None
         self.steps = StepTransaction(run, identity, None, Prompts(), any_parts, any_parts, self.attempts, any_parts)
         for name in ("seal", "start_updates", "config_at", "learning_rates", "record", "commit", "clean_up", "report"):
