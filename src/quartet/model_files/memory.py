@@ -20,6 +20,8 @@ PREFILL_TOKENS = 8192
 """Maximum number of prompt tokens in one forward pass of the torch engine, pads included."""
 CACHE_COLUMNS = 64
 """The torch engine rounds the columns of its key-value cache up to a multiple of this number. For a GPU see ``graph_columns``."""
+ADAMW_MOMENT_BYTES = 2 * FLOAT32_BYTES
+"""Bytes of AdamW's two moments of a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +47,25 @@ class TrainingState:
         return replace(self, gradients=self.gradients + self.step_gradients, step_gradients=0.0)
 
 
-def training_state(parameters: int, trained: int, dtype_bytes: int, trained_bytes: int | None = None) -> TrainingState:
+def training_state(
+    parameters: int,
+    trained: int,
+    dtype_bytes: int,
+    trained_bytes: int | None = None,
+    moment_bytes: float = ADAMW_MOMENT_BYTES,
+) -> TrainingState:
     """Return the state of a model with ``parameters``, of which ``trained`` are trained, on one device.
 
     Mixed precision with float32 master weights (Micikevicius et al. 2018) and the two moments of AdamW: 16 bytes per trained
     parameter in both precisions, and 18 at a step in half precision. ``trained_bytes``: bytes of a trained element, if it has
-    another precision than the others. Adapters are float32.
+    another precision than the others. Adapters are float32. ``moment_bytes``: bytes of the moments of a trained element.
     """
     size = trained_bytes or dtype_bytes
     return TrainingState(
         parameters=dtype_bytes * (parameters - trained) + size * trained,
         master_weights=FLOAT32_BYTES * trained if size < FLOAT32_BYTES else 0,
         gradients=size * trained,
-        moments=2 * FLOAT32_BYTES * trained,
+        moments=moment_bytes * trained,
         step_gradients=(FLOAT32_BYTES - size) * trained,
     )
 

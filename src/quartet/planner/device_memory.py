@@ -90,7 +90,9 @@ def trained_state(work: RoleWork, on_cpu: bool, parallel: Parallel, offload: boo
     """Return the parts that a trained model keeps on a device, and the further bytes of gradients at an optimizer step."""
     if parallel.devices > 1:
         return _sharded_state(work, parallel, offload), 0.0
-    state = training_state(work.parameters, work.trained, work.dtype_bytes, FLOAT32_BYTES if work.is_lora else None)
+    state = training_state(
+        work.parameters, work.trained, work.dtype_bytes, FLOAT32_BYTES if work.is_lora else None, work.moment_bytes
+    )
     if not on_cpu:
         state = state.without_temporary_gradients()
     parts = {
@@ -114,7 +116,7 @@ def _sharded_state(work: RoleWork, parallel: Parallel, offload: bool) -> dict[st
         "parameters": size * (work.parameters - work.trained) / ranks + (0 if is_half else trained),
         "master weights": trained if is_half else 0,
         "gradients": trained,
-        "optimizer": 0 if offload else 2 * trained,
+        "optimizer": 0 if offload else work.moment_bytes / FLOAT32_BYTES * trained,
     }
 
 

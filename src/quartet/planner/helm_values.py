@@ -165,7 +165,9 @@ def host_memory(work: RoleWork, on_gpu: bool, device_bytes: float = 0.0) -> Host
     ``device_bytes``: without a GPU, the bytes that the planner counts for the device, with the loaded model and the moments. They
     are in host memory.
     """
-    trained = training_state(work.trained, work.trained, work.dtype_bytes, FLOAT32_BYTES if work.is_lora else None)
+    trained = training_state(
+        work.trained, work.trained, work.dtype_bytes, FLOAT32_BYTES if work.is_lora else None, work.moment_bytes
+    )
     state, weights = (
         trained.parameters + trained.master_weights + trained.moments,
         float(work.dtype_bytes * work.parameters),

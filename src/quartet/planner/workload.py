@@ -13,8 +13,8 @@ from quartet.contract.status import Role
 from quartet.errors import ConfigError, ModelError
 from quartet.model_files.adapter_files import adapter_chain
 from quartet.model_files.hub_models import cached_snapshot, looks_local
-from quartet.model_files.memory import DTYPE_BYTES
-from quartet.model_files.shape import ModelShape
+from quartet.model_files.memory import ADAMW_MOMENT_BYTES, DTYPE_BYTES
+from quartet.model_files.shape import FLOAT32_BYTES, ModelShape
 from quartet.planner.measured_shape import shape_of
 from quartet.planner.roofline import Parallel
 
@@ -28,7 +28,8 @@ class RoleWork:
 
     ``micro_batch_tokens``: configured maximum, None if the service chooses. ``has_logits``: the role needs log-probs.
     ``merges_adapter``: it decodes with copies of its adapted weights. ``trains_entropy``: its loss has the entropy.
-    ``has_average``: it keeps a float32 moving average of its trained weights in host memory.
+    ``has_average``: it keeps a float32 moving average of its trained weights in host memory. ``moment_bytes``: bytes of the
+    optimizer's moments per trained parameter.
     """
 
     role: Role
@@ -44,6 +45,7 @@ class RoleWork:
     merges_adapter: bool = False
     trains_entropy: bool = False
     has_average: bool = False
+    moment_bytes: float = ADAMW_MOMENT_BYTES
 
     @property
     def dtype_bytes(self) -> int:
@@ -225,6 +227,10 @@ def role_work(config: Config, key: str, role: Role, shape: ModelShape, starts_fr
             merges_adapter=role is Role.ACTOR and config.rollout.merge_adapter,
             trains_entropy=role is Role.ACTOR and config.algorithm.trains_entropy,
             has_average=role is Role.ACTOR and config.actor.ema_decay is not None,
+            moment_bytes=moment_bytes(
+                section.optimizer.kind,
+                1.0 if section.lora else (shape.layer_parameters - shape.expert_parameters) / parameters,
+            ),
         )
     if role is Role.REFERENCE:
         tokens = config.reference.micro_batch_tokens
@@ -234,6 +240,14 @@ def role_work(config: Config, key: str, role: Role, shape: ModelShape, starts_fr
     return RoleWork(
         role, key.rpartition(".")[0], shape, model_dtype(config, key), shape.classifier_parameters, 0, tokens
     )
+
+
+def moment_bytes(kind: str, matrices: float) -> float:
+    """Return the bytes of an optimizer's moments per trained parameter. ``matrices``: fraction that Muon would step."""
+    if kind == "muon":
+        return ADAMW_MOMENT_BYTES - FLOAT32_BYTES * matrices
+    # Two codes of a byte, and two float32 scales for each 256 parameters.
+    return 2 + 2 * FLOAT32_BYTES / 256 if kind == "adamw8bit" else ADAMW_MOMENT_BYTES
 
 
 def read_description(key: str, model: str) -> Mapping[str, Any]:

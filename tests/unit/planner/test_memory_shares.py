@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,20 @@ def test_a_role_needs_its_weights_and_if_trained_gradients_and_optimizer(checkpo
     in_float32 = role_memory(make(checkpoints, critic={"dtype": "float32"}), Role.CRITIC)
     assert in_float32 is not None
     assert in_float32.bytes == 16 * weights(tiny.classifier("llama"))
+
+
+@pytest.mark.parametrize(("kind", "saved"), [("muon", 3.5), ("adamw8bit", 5.9)])
+def test_smaller_moments_need_less_memory(checkpoints: Path, kind: str, saved: float) -> None:
+    """The embedding of a tiny model is a large part of it, and has AdamW's moments with Muon."""
+    adamw, other = (
+        role_memory(make(checkpoints, critic={"dtype": "bfloat16", "optimizer": {"kind": each}}), Role.CRITIC)
+        for each in ("adamw", kind)
+    )
+    assert adamw is not None
+    assert other is not None
+    model = tiny.classifier("llama")
+    part = sum(map(weights, model.model.layers)) / weights(model) if kind == "muon" else 1
+    assert saved * part <= (adamw.bytes - other.bytes) / weights(model) <= math.ceil(saved) * part
 
 
 def test_ranks_need_equal_parts_and_those_of_an_actor_also_a_copy_to_generate_with(checkpoints: Path) -> None:
