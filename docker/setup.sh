@@ -24,9 +24,10 @@ for secret in redis/redis_password rpc/rpc_token gateway/gateway_token viewer/ga
     traffic/viewer_keys traffic/operator_keys; do
     [ -s "$secret" ] || write_atomically "$secret" "$(random_secret)"
 done
-# The ACL allows only the commands that Quartet uses, and contains the digest of the password.
+# The ACL allows only the commands that Quartet uses, and contains the digest of the password. Nobody can connect as the default user.
+# But Redis loads the append-only file as it, and drops transactions that it may not execute.
 digest=$(tr -d '\n' < redis/redis_password | sha256sum | cut -d ' ' -f 1)
-write_atomically redis/users.acl "user default off resetpass resetkeys resetchannels -@all
+write_atomically redis/users.acl "user default off resetpass ~* &* +@all
 user quartet on #$digest resetkeys resetchannels ~quartet:* -@all +ping +info +multi +exec +scan +exists +del +unlink +get +set \
 +incrby +expire +pttl +watch +unwatch +hset +hsetnx +hget +hmget +hgetall +hexists +hkeys +hdel +sadd +smembers +zadd +zcard +zscore \
 +zrange +zrangebyscore +zrem +xgroup|create +xadd +xreadgroup +xack +xdel +xlen"
