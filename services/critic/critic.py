@@ -100,7 +100,7 @@ class Critic(TrainableModel):
         """Apply the value update of one step from the experience in the buffer. Idempotent by (run, step)."""
 
         def apply() -> dict[str, float]:
-            experience = self._workers.agreed(lambda: self._experience(run).load(step))
+            experience = self._workers.agreed(lambda: self._experience(run).load(step, for_policy=False))
             tokens, checkpointing = self._budget.resolve(settings.micro_batch_tokens)
             with self._passes_of_update(checkpointing):
                 metrics = update_value(self._model, self._optimizer, experience, settings, loss, tokens, self._workers)

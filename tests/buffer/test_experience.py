@@ -79,6 +79,19 @@ def test_no_redis_value_is_larger_than_the_chunk_size(
     assert same(ExperienceStore(redis_client, redis_url, run).load(1), large)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_experts_survive_redis_to_the_same_bits(dtype: type, redis_client: Redis, redis_url: str, run: str) -> None:
+    store = ExperienceStore(redis_client, redis_url, run, chunk_bytes=8195)
+    large = large_experience(run, 20, 90)
+    experts = np.random.default_rng(1).integers(0, np.iinfo(dtype).max, (1800, 3, 2), dtype)
+    store.seal(replace(large, batch=replace(large.batch, routed_experts=experts)))
+    read = store.load(1).batch.routed_experts
+    assert read is not None
+    assert read.dtype == dtype
+    assert np.array_equal(read, experts)
+    assert same(store.load(1, for_policy=False), large)
+
+
 def test_the_largest_step_has_values_far_below_the_limit_of_redis() -> None:
     # As many chunks as with 1,048,576 tokens per response, each at 1/65,536 of the size.
     scale = 65_536

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from queue import SimpleQueue
 
+import numpy as np
 import pytest
 
 from quartet.buffer.connection import Redis, connect
@@ -39,6 +41,16 @@ def test_trajectories_are_read_in_the_order_of_their_append(stream: RolloutStrea
     stream.append(written[2:])
     read = [delivery.trajectory for delivery in stream.read(10, 0.01)]
     assert list(map(trajectory_to_bytes, read)) == list(map(trajectory_to_bytes, written))
+
+
+def test_experts_survive_the_stream_to_the_same_bits(stream: RolloutStream, run: str) -> None:
+    experts = np.random.default_rng(0).integers(0, 2**16, (4, 5, 3), np.uint16)
+    stream.append([replace(trajectory(run, 1), routed_experts=experts)])
+    (delivery,) = stream.read(10, 0.01)
+    read = delivery.trajectory.routed_experts
+    assert read is not None
+    assert read.dtype == np.uint16
+    assert np.array_equal(read, experts)
 
 
 def test_each_entry_is_delivered_once_and_reads_are_limited_by_count(stream: RolloutStream, run: str) -> None:

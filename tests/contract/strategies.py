@@ -10,7 +10,7 @@ import numpy as np
 
 from quartet.codec.checks import MAX_EPOCHS, MAX_RESPONSE_TOKENS
 from quartet.config.section import MAX_SETTING
-from quartet.contract.arrays import FloatArray, IntArray
+from quartet.contract.arrays import ExpertArray, FloatArray, IntArray
 from quartet.contract.control import Alert, Progress, RunState
 from quartet.contract.generation import (
     EngineProperties,
@@ -69,10 +69,21 @@ def floats(size: int) -> st.SearchStrategy[FloatArray]:
 
 
 @st.composite
+def experts(draw: st.DrawFn, tokens: int) -> ExpertArray | None:
+    """Return experts of ``tokens``, or None, also without tokens."""
+    if not tokens or draw(st.booleans()):
+        return None
+    dtype, shape = draw(st.sampled_from([np.uint8, np.uint16])), (draw(st.integers(1, 3)), draw(st.integers(1, 2)))
+    size = tokens * shape[0] * shape[1] * np.dtype(dtype).itemsize
+    return np.frombuffer(draw(st.binary(min_size=size, max_size=size)), dtype).reshape(tokens, *shape)
+
+
+@st.composite
 def batches(draw: st.DrawFn) -> TokenBatch:
     pairs = draw(lengths)
     prompts, responses = (np.array(column, np.int32) for column in zip(*pairs, strict=True))
-    return TokenBatch(draw(ints(int(prompts.sum() + responses.sum()))), prompts, responses)
+    tokens = int(prompts.sum() + responses.sum())
+    return TokenBatch(draw(ints(tokens)), prompts, responses, routed_experts=draw(experts(tokens - len(pairs))))
 
 
 ids = st.builds(TrajectoryId, names, uint64, uint64, uint32)
@@ -134,6 +145,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     turns = [turn for branch in (first, *further) for turn in branch.turns]
     sizes = [len(turn.token_ids) for turn in turns]
     rewards = draw(st.booleans()) and not failed
+    one_turn = len(first.segments) == 2 and not further and sizes
     return Trajectory(
         draw(ids),
         draw(uint64),
@@ -150,6 +162,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         draw(st.text(string.ascii_letters, max_size=9)) if failed else "",
         tuple(further),
         draw(st.dictionaries(st.sampled_from(["steps", "note"]), st.integers(0, 9) | st.booleans() | names)),
+        draw(experts(len(first.prompt_ids) + sizes[0] - 1)) if one_turn else None,
     )
 
 

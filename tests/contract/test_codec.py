@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import hypothesis.strategies as st
@@ -38,6 +39,7 @@ from quartet.contract.weights import (
 )
 from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.v1 import (
+    experience_pb2,
     generation_pb2,
     orchestrator_pb2,
     reference_pb2,
@@ -49,6 +51,7 @@ from quartet.v1 import (
 )
 from quartet.weight_transfer.messages import Encoding
 from quartet.weight_transfer.tensors import TensorType
+from tests.buffer import samples
 from tests.contract import strategies
 from tests.contract.tensors import tensor_message
 
@@ -169,8 +172,9 @@ def test_batches_are_sent_without_padding(batch: TokenBatch) -> None:
     message = to_message(trajectory_pb2.TokenBatch, batch)
     assert len(message.token_ids.data) == 4 * int(batch.lengths.sum())
     assert message.token_ids.data == b"".join(sequence.astype("<i4").tobytes() for sequence in batch.sequences())
-    # A batch adds only a few bytes of headers to ids and lengths.
-    assert message.ByteSize() <= 4 * (int(batch.lengths.sum()) + 2 * len(batch)) + 64
+    # A batch adds only a few bytes of headers to ids, lengths and experts.
+    experts = 0 if batch.routed_experts is None else batch.routed_experts.nbytes
+    assert message.ByteSize() <= 4 * (int(batch.lengths.sum()) + 2 * len(batch)) + experts + 96
 
 
 @given(strategies.trajectories())
@@ -183,6 +187,22 @@ def test_experience_round_trips_for_any_chunk_size(experience: Experience, chunk
     encoded = encode_experience(experience, chunk_bytes)
     assert all(0 < len(chunk) <= chunk_bytes for chunk in encoded.chunks.values())
     assert_same(decode_experience(encoded.manifest, encoded.chunks.get), experience)
+
+
+def test_without_experts_neither_trajectories_nor_experience_have_a_field_for_them() -> None:
+    """Records of older versions stay readable, and their bytes the same."""
+    without = samples.trajectory("r", 1)
+    assert not trajectory_pb2.Trajectory.FromString(trajectory_to_bytes(without)).HasField("routed_experts")
+    manifest = experience_pb2.ExperienceManifest.FromString(encode_experience(samples.experience("r")).manifest)
+    assert not manifest.HasField("routed_experts")
+    assert not any(value.row_shape for _, value in manifest.ListFields() if hasattr(value, "row_shape"))
+
+
+@given(strategies.experiences())
+def test_the_critic_reads_no_experts(experience: Experience) -> None:
+    encoded = encode_experience(experience)
+    read = decode_experience(encoded.manifest, encoded.chunks.get, for_policy=False)
+    assert_same(read, replace(experience, batch=replace(experience.batch, routed_experts=None)))
 
 
 @given(strategies.update_requests)
@@ -311,5 +331,5 @@ def test_tensors_are_little_endian_for_any_memory_layout() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float64, np.int64, np.uint32, np.float16])
 def test_other_dtypes_cannot_be_encoded(dtype: type) -> None:
-    with pytest.raises(InvalidRequest, match="expected float32, int32 or bool"):
+    with pytest.raises(InvalidRequest, match="expected float32, int32, bool, uint8, uint16"):
         tensor_message(np.zeros(1, dtype))

@@ -78,7 +78,7 @@ def test_comments_of_tensors_contain_dtype_and_shape(protos: list[FileDescriptor
         for index, message in enumerate(file.message_type):
             for inner, field in enumerate(message.field):
                 text = comments[(MESSAGE, index, FIELD, inner)]
-                if field.type_name == ".quartet.v1.Tensor" and not re.search(r"(int32|float32) \[[^]]+\]", text):
+                if field.type_name == ".quartet.v1.Tensor" and not re.search(r"(int32|float32|uint16) \[[^]]+\]", text):
                     problems.append(f"{message.name}.{field.name}: {text!r}")
     assert problems == []
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from quartet.codec.experience import decode_experience, encode_experience
 from quartet.codec.generation import trajectories_from_proto
 from quartet.codec.messages import from_message
-from quartet.codec.tensors import floats_from_proto, ints_from_proto
+from quartet.codec.tensors import experts_from_proto, floats_from_proto, ints_from_proto
 from quartet.codec.trajectories import trajectory_from_bytes, trajectory_to_bytes
 from quartet.codec.updates import update_request_from_proto, update_request_to_proto
 from quartet.contract.generation import EpisodeSettings, SamplingParameters
@@ -69,7 +69,29 @@ def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
         floats_from_proto(tensor_message(np.array([0, value], np.float32)), "log_probs")
 
 
-@given(st.integers(0, 3), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3), st.binary(max_size=40))
+U8, U16 = tensor_pb2.DATA_TYPE_UINT8, tensor_pb2.DATA_TYPE_UINT16
+MALFORMED_EXPERTS = {
+    "another dtype": (tensor(INT, [1, 1, 1], b"\0" * 4), "expected dtype uint8 or uint16, got int32"),
+    "nothing": (tensor_pb2.Tensor(), "expected dtype uint8 or uint16, got none"),
+    "too few bytes": (tensor(U16, [1, 2, 1], b"\0" * 2), r"shape \[1, 2, 1\] of uint16 needs 4 bytes, got 2"),
+    "a huge shape": (tensor(U8, [2**40, 2**40, 2], b"\0"), "bytes, got 1"),
+    "two dimensions": (
+        tensor(U8, [1, 1], b"\0"),
+        r"expected \[tokens, layers, experts per token\], got shape \[1, 1\]",
+    ),
+    "no layers": (tensor(U8, [1, 0, 1], b""), r"got shape \[1, 0, 1\]"),
+    "negative extents": (tensor(U8, [-1, -1, 1], b"\0"), r"got shape \[-1, -1, 1\]"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED_EXPERTS)
+def test_malformed_experts_are_refused_with_the_name_of_their_field(name: str) -> None:
+    message, expected = MALFORMED_EXPERTS[name]
+    with pytest.raises(InvalidRequest, match=f"^batch.routed_experts: .*{expected}"):
+        experts_from_proto(message, "batch.routed_experts")
+
+
+@given(st.integers(0, 5), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3), st.binary(max_size=40))
 def test_any_tensor_is_either_read_or_refused(dtype: int, shape: list[int], data: bytes) -> None:
     message = tensor(dtype, shape, data)
     for read, size in ((ints_from_proto, 4), (floats_from_proto, 4)):
@@ -132,6 +154,10 @@ POLICY, OBSERVATION = trajectory_pb2.SEGMENT_ROLE_POLICY, trajectory_pb2.SEGMENT
         (lambda m: m.turn_rewards.extend([1.0, 2.0]), "expected 1, one per turn"),
         (lambda m: m.turn_rewards.extend([float("nan")]), "NaN or infinity"),
         (lambda m: m.version_spans.add(tokens=1), "cover the 2 tokens"),
+        (
+            lambda m: m.routed_experts.CopyFrom(tensor(U8, [2, 1, 1], bytes(2))),
+            r"routed_experts: expected \[3, layers, experts per token\] of one prompt and one response, got \[2, 1, 1\]",
+        ),
         (lambda m: setattr(m, "outcome", trajectory_pb2.OUTCOME_TIMEOUT), "outcome timeout with finish_reason eos"),
         (lambda m: setattr(m, "finish_reason", trajectory_pb2.FINISH_REASON_FAILED), "outcome ok with finish_reason"),
         (lambda m: setattr(m, "outcome", 99), "outcome 99: unknown, expected ok, timeout"),

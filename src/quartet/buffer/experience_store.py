@@ -64,8 +64,11 @@ class ExperienceStore:
             if replaced:
                 self._client.hdel(chunks_key, *replaced)
 
-    def load(self, step: int) -> Experience:
-        """Return a step's experience. Raises FailedPrecondition if it is not sealed, BufferFailed if it is damaged."""
+    def load(self, step: int, for_policy: bool = True) -> Experience:
+        """Return a step's experience, ``for_policy`` with the experts of tokens if there are any.
+
+        Raises FailedPrecondition if it is not sealed, BufferFailed if it is damaged.
+        """
         key = self.key(step)
         with translate_errors(self._url, self._lost):
             manifest, digest = self._client.hmget(key, "manifest", "sha256")
@@ -74,7 +77,7 @@ class ExperienceStore:
         if not isinstance(manifest, bytes) or digest != hashlib.sha256(manifest).hexdigest().encode():
             raise BufferFailed(f"{key}: the manifest does not match its SHA-256")
         try:
-            experience = decode_experience(manifest, lambda name: self._read_chunk(step, name))
+            experience = decode_experience(manifest, lambda name: self._read_chunk(step, name), for_policy)
         except InvalidRequest as error:
             raise BufferFailed(f"{key}: {error}") from None
         if (experience.run, experience.step) != (self._run, step):

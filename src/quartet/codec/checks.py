@@ -194,6 +194,12 @@ def _trajectory(trajectory: Trajectory, at: str) -> None:
         raise InvalidRequest(f"{at}version_spans: expected spans that cover the {tokens} tokens of the policy")
     for digest in (trajectory.weights_digest, *(span.weights_digest for span in spans)):
         check_digest(digest, f"{at}weights_digest")
+    experts, inputs = trajectory.routed_experts, len(trajectory.prompt_ids) + tokens - 1
+    if experts is not None and (len(trajectory.segments) != 2 or trajectory.further_branches or len(experts) != inputs):
+        raise InvalidRequest(
+            f"{at}routed_experts: expected [{inputs}, layers, experts per token] of one prompt and one response, got "
+            f"{list(experts.shape)}"
+        )
     if rewards and (len(rewards) != len(turns) or outcome is not Outcome.OK):
         raise InvalidRequest(f"{at}turn_rewards: expected {len(turns)}, one per turn, or none; none for a failure")
     if not all(map(math.isfinite, rewards)):

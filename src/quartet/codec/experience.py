@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from quartet.codec.tensors import BOOL, FLOAT32, INT32, dtype_to_proto, require_dtype, require_finite
+from quartet.codec.tensors import BOOL, DTYPES, EXPERTS, FLOAT32, INT32, dtype_to_proto, require_dtype, require_finite
 from quartet.contract.trajectory import TokenBatch
 from quartet.contract.update import Experience
 from quartet.errors import InvalidRequest
@@ -38,11 +39,14 @@ def encode_experience(experience: Experience, chunk_bytes: int = EXPERIENCE_CHUN
     )
     arrays = {name: getattr(experience.batch, name) for name in _BATCH}
     arrays |= {name: getattr(experience, name) for name in ("scores", *_PER_TOKEN, "response_mask")}
+    if experience.batch.routed_experts is not None:
+        arrays["routed_experts"] = experience.batch.routed_experts
     chunks: dict[str, memoryview] = {}
     for name, array in arrays.items():
         entry = getattr(manifest, name)
-        entry.dtype, entry.length = dtype_to_proto(array.dtype), len(array)
-        data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).view(np.uint8).data
+        entry.dtype, entry.length = dtype_to_proto(array.dtype), array.size
+        entry.row_shape.extend(array.shape[1:])
+        data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
         for start in range(0, len(data), chunk_bytes):
             chunk = data[start : start + chunk_bytes]
             digest = hashlib.sha256(chunk)
@@ -51,10 +55,13 @@ def encode_experience(experience: Experience, chunk_bytes: int = EXPERIENCE_CHUN
     return EncodedExperience(manifest.SerializeToString(), chunks)
 
 
-def decode_experience(manifest: bytes, read_chunk: Callable[[str], bytes | memoryview | None]) -> Experience:
+def decode_experience(
+    manifest: bytes, read_chunk: Callable[[str], bytes | memoryview | None], for_policy: bool = True
+) -> Experience:
     """Return the experience that ``encode_experience`` encoded.
 
-    ``read_chunk`` returns the chunk with the given SHA-256, or None if it is missing. Raises InvalidRequest if the manifest is
+    ``read_chunk`` returns the chunk with the given SHA-256, or None if it is missing. ``for_policy``: with the experts of tokens,
+    if there are any. Raises InvalidRequest if the manifest is
     malformed, if a chunk is missing or not the one that the manifest names, or if the arrays do not fit together.
     """
     message = experience_pb2.ExperienceManifest()
@@ -68,6 +75,8 @@ def decode_experience(manifest: bytes, read_chunk: Callable[[str], bytes | memor
 
     token_ids, prompt_lengths, response_lengths = (read(name, INT32) for name in _BATCH)
     batch = TokenBatch(token_ids, prompt_lengths, response_lengths)
+    if for_policy and message.HasField("routed_experts"):
+        batch = replace(batch, routed_experts=_read_experts(message.routed_experts, read_chunk))
     if len(message.ids) != len(batch):
         raise InvalidRequest(f"experience.ids: expected {len(batch)}, got {len(message.ids)}")
     tokens = int(batch.response_lengths.sum(dtype=np.int64))
@@ -82,6 +91,18 @@ def decode_experience(manifest: bytes, read_chunk: Callable[[str], bytes | memor
         **{name: read(name, FLOAT32, tokens) for name in _PER_TOKEN},
         response_mask=mask,
     )
+
+
+def _read_experts(
+    entry: experience_pb2.SealedArray, read_chunk: Callable[[str], bytes | memoryview | None]
+) -> NDArray[Any]:
+    name, dtype, shape = "experience.routed_experts", DTYPES.get(entry.dtype), tuple(entry.row_shape)
+    if dtype not in EXPERTS or len(shape) != 2 or not (size := math.prod(shape)) or entry.length % size:
+        raise InvalidRequest(
+            f"{name}: expected [tokens, layers, experts per token] of uint8 or uint16, got {entry.length} elements of "
+            f"{dtype.name if dtype else 'none'} in rows of {list(shape)}"
+        )
+    return _read_array(entry, name, dtype, None, read_chunk).reshape(-1, *shape)
 
 
 def _read_array(

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from google.protobuf.message import Message
 
 from quartet.codec.checks import CHECKS
-from quartet.codec.tensors import floats_from_proto, ints_from_proto, tensor_content
-from quartet.contract.arrays import FloatArray, IntArray
+from quartet.codec.tensors import experts_from_proto, floats_from_proto, ints_from_proto, tensor_content
+from quartet.contract.arrays import ExpertArray, FloatArray, IntArray
 from quartet.errors import ComputationFailed, InvalidRequest
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
@@ -20,7 +20,11 @@ Write = Callable[[Any], Any] | None
 """Converts a value for a message. None: as it is."""
 Read = Callable[[Any, str], Any] | None
 """Converts a value of a message, with its path. None: as it is."""
-_ARRAYS: dict[Any, Callable[..., Any]] = {IntArray: ints_from_proto, FloatArray: floats_from_proto}
+_ARRAYS: dict[Any, Callable[..., Any]] = {
+    IntArray: ints_from_proto,
+    FloatArray: floats_from_proto,
+    ExpertArray: experts_from_proto,
+}
 
 
 def to_message(message_type: type[AnyMessage], record: Any = None, /, **values: Any) -> AnyMessage:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet.contract.arrays import FloatArray, IntArray
+from quartet.contract.arrays import ExpertArray, FloatArray, IntArray
 from quartet.errors import InvalidRequest
 from quartet.v1 import tensor_pb2
 
 FLOAT32, INT32, BOOL = np.dtype("<f4"), np.dtype("<i4"), np.dtype(np.bool_)
+EXPERTS = np.dtype("u1"), np.dtype("<u2")
+"""Element types of the indices of experts."""
 DTYPES: dict[int, np.dtype[Any]] = {
     tensor_pb2.DATA_TYPE_FLOAT32: FLOAT32,
     tensor_pb2.DATA_TYPE_INT32: INT32,
     tensor_pb2.DATA_TYPE_BOOL: BOOL,
+    tensor_pb2.DATA_TYPE_UINT8: EXPERTS[0],
+    tensor_pb2.DATA_TYPE_UINT16: EXPERTS[1],
 }
 _NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 
 def dtype_to_proto(dtype: np.dtype[Any]) -> int:
-    """Return the number of float32, int32 or bool. Raises InvalidRequest for any other type."""
+    """Return the number of an element type. Raises InvalidRequest for any other type."""
     number = _NUMBERS.get(dtype.newbyteorder("<"))
     if number is None:
-        raise InvalidRequest(f"tensor of {dtype}: expected float32, int32 or bool")
+        raise InvalidRequest(f"tensor of {dtype}: expected {', '.join(each.name for each in _NUMBERS)}")
     return number
 
 
@@ -74,3 +79,16 @@ def floats_from_proto(
     if finite:
         require_finite(values, name)
     return values
+
+
+def experts_from_proto(message: tensor_pb2.Tensor, name: str) -> ExpertArray:
+    """Return a tensor of experts, [tokens, layers, experts per token]. Raises InvalidRequest with the field's name."""
+    dtype, shape = DTYPES.get(message.dtype), tuple(message.shape)
+    if dtype not in EXPERTS:
+        raise InvalidRequest(f"{name}: expected dtype uint8 or uint16, got {dtype.name if dtype else 'none'}")
+    if len(shape) != 3 or min(shape) < 1:
+        raise InvalidRequest(f"{name}: expected [tokens, layers, experts per token], got shape {list(shape)}")
+    data = message.data  # Each access copies the bytes.
+    if len(data) != (expected := math.prod(shape) * dtype.itemsize):
+        raise InvalidRequest(f"{name}: shape {list(shape)} of {dtype.name} needs {expected} bytes, got {len(data)}")
+    return np.frombuffer(data, dtype).reshape(shape)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet.contract.arrays import BoolArray, FloatArray, IntArray
+from quartet.contract.arrays import BoolArray, ExpertArray, FloatArray, IntArray
 from quartet.errors import ComputationFailed, InvalidRequest
 
 
@@ -264,7 +264,9 @@ class Trajectory:
     failed, with the cause in ``detail``; such a trajectory has no reward. ``weights_digest``: digest of the generating weights,
     16 bytes, or empty if the generator shares the weights of the actor. ``generator`` is its name. ``version_spans`` cover the
     policy's tokens, branch after branch; empty if one policy version generated all of them. ``attempt`` is the number of the
-    Generate call. ``logged``: what its agent logged, see ``quartet.contract.logged_values``.
+    Generate call. ``logged``: what its agent logged, see ``quartet.contract.logged_values``. ``routed_experts`` uint8 or uint16
+    [prompt tokens + response tokens - 1, layers, experts per token]: the experts that the engine chose for each token but the
+    last one, in every layer of the model, 0 in layers without experts; None without rollout.router_replay.
     """
 
     id: TrajectoryId
@@ -280,6 +282,7 @@ class Trajectory:
     detail: str = ""
     further_branches: tuple[Branch, ...] = ()
     logged: Mapping[str, Any] = field(default_factory=dict)
+    routed_experts: ExpertArray | None = None
 
     @classmethod
     def of_response(
@@ -425,12 +428,15 @@ class TokenBatch:
     ``token_ids`` int32 [all tokens]: for each sequence its prompt, then its response. ``prompt_lengths`` and
     ``response_lengths`` int32 [sequences]. Arrays with one value per response token are flat, [response tokens], in this order.
     ``updates``: the updates that the policy had taken before the step, or the evaluation, of the sequences.
+    ``routed_experts`` uint8 or uint16 [all tokens - sequences, layers, experts per token]: those of ``Trajectory``, one sequence
+    after the other; None to let the model choose.
     """
 
     token_ids: IntArray
     prompt_lengths: IntArray
     response_lengths: IntArray
     updates: int = 0
+    routed_experts: ExpertArray | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_lengths.shape != self.response_lengths.shape or self.prompt_lengths.ndim != 1:
@@ -445,11 +451,35 @@ class TokenBatch:
         total = int(self.prompt_lengths.sum(dtype=np.int64) + self.response_lengths.sum(dtype=np.int64))
         if self.token_ids.shape != (total,):
             raise InvalidRequest(f"token_ids {self.token_ids.shape}: expected {total} tokens, the sum of the lengths")
+        experts, inputs = self.routed_experts, total - len(self.prompt_lengths)
+        if experts is not None and (experts.ndim != 3 or len(experts) != inputs):
+            raise InvalidRequest(
+                f"routed_experts {experts.shape}: expected [{inputs}, layers, experts per token], all tokens but the last one of "
+                "each sequence"
+            )
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> TokenBatch:
         """Return the tokens of ``trajectories``, in their order: one sequence for each branch."""
         return cls._of_branches(trajectories, [branch for t in trajectories for branch in t.branches])
+
+    @classmethod
+    def of_policy(cls, trajectories: Sequence[Trajectory]) -> TokenBatch:
+        """Return the tokens of ``trajectories`` for the policy: with the experts that the engine chose, if it reports them.
+
+        Raises InvalidRequest if only some have experts, or of different shapes.
+        """
+        batch, experts = cls.of(trajectories), [item.routed_experts for item in trajectories]
+        chosen = [each for each in experts if each is not None]
+        if not chosen:
+            return batch
+        shapes = sorted({each.shape[1:] for each in chosen})
+        if len(chosen) < len(experts) or len(shapes) > 1:
+            raise InvalidRequest(
+                f"routed_experts: {len(chosen)} of {len(experts)} trajectories have experts, of the shapes {shapes}; expected "
+                "one shape for all of them"
+            )
+        return replace(batch, routed_experts=np.concatenate(chosen))
 
     @classmethod
     def of_last_branches(cls, trajectories: Sequence[Trajectory]) -> TokenBatch:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from quartet.v1 import tensor_pb2 as quartet_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bquartet/v1/experience.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\"\xcc\x04\n\x12\x45xperienceManifest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x0b\n\x03ids\x18\x04 \x03(\t\x12*\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12/\n\x0eprompt_lengths\x18\x06 \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12\x31\n\x10response_lengths\x18\x07 \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12\'\n\x06scores\x18\x08 \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12*\n\tlog_probs\x18\t \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12\x34\n\x13reference_log_probs\x18\n \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12\'\n\x06values\x18\x0b \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12+\n\nadvantages\x18\x0c \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12(\n\x07returns\x18\r \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12+\n\nactor_mask\x18\x0e \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12.\n\rresponse_mask\x18\x0f \x01(\x0b\x32\x17.quartet.v1.SealedArray\"R\n\x0bSealedArray\x12#\n\x05\x64type\x18\x01 \x01(\x0e\x32\x14.quartet.v1.DataType\x12\x0e\n\x06length\x18\x02 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x03 \x03(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bquartet/v1/experience.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\"\xfd\x04\n\x12\x45xperienceManifest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x0b\n\x03ids\x18\x04 \x03(\t\x12*\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12/\n\x0eprompt_lengths\x18\x06 \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12\x31\n\x10response_lengths\x18\x07 \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12\'\n\x06scores\x18\x08 \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12*\n\tlog_probs\x18\t \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12\x34\n\x13reference_log_probs\x18\n \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12\'\n\x06values\x18\x0b \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12+\n\nadvantages\x18\x0c \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12(\n\x07returns\x18\r \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12+\n\nactor_mask\x18\x0e \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12.\n\rresponse_mask\x18\x0f \x01(\x0b\x32\x17.quartet.v1.SealedArray\x12/\n\x0erouted_experts\x18\x10 \x01(\x0b\x32\x17.quartet.v1.SealedArray\"e\n\x0bSealedArray\x12#\n\x05\x64type\x18\x01 \x01(\x0e\x32\x14.quartet.v1.DataType\x12\x0e\n\x06length\x18\x02 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x03 \x03(\x0c\x12\x11\n\trow_shape\x18\x04 \x03(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,7 +33,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.experience_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_EXPERIENCEMANIFEST']._serialized_start=69
-  _globals['_EXPERIENCEMANIFEST']._serialized_end=657
-  _globals['_SEALEDARRAY']._serialized_start=659
-  _globals['_SEALEDARRAY']._serialized_end=741
+  _globals['_EXPERIENCEMANIFEST']._serialized_end=706
+  _globals['_SEALEDARRAY']._serialized_start=708
+  _globals['_SEALEDARRAY']._serialized_end=809
 # @@protoc_insertion_point(module_scope)

@@ -29,7 +29,8 @@ class ExperienceManifest(_message.Message):
     - `quartet:RUN:experience:STEP` holds the fields `manifest`, this message, and `sha256`, the SHA-256 of the message in
       hexadecimal. It is written last, in one command: a step without it is not sealed.
 
-    Size: 28 bytes for each response token, 29 with observations of an environment, and 4 for each prompt token. Redis allows 512 MB for a value. No chunk reaches that, and
+    Size: 28 bytes for each response token, 29 with observations of an environment, and 4 for each prompt token. With
+    rollout.router_replay also layers * experts per token bytes for each token, twice as many with more than 256 experts. Redis allows 512 MB for a value. No chunk reaches that, and
     the manifest of the largest step that a config allows (65,536 sequences of 1,048,576 tokens) has 9 MB. The memory of the Redis
     server is therefore the only limit on a step.
     """
@@ -51,6 +52,7 @@ class ExperienceManifest(_message.Message):
     RETURNS_FIELD_NUMBER: _builtins.int
     ACTOR_MASK_FIELD_NUMBER: _builtins.int
     RESPONSE_MASK_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     step: _builtins.int
@@ -113,6 +115,12 @@ class ExperienceManifest(_message.Message):
         are the policy's own.
         """
 
+    @_builtins.property
+    def routed_experts(self) -> Global___SealedArray:
+        """uint8 or uint16 [all tokens - sequences, layers, experts per token]: see TokenBatch. Absent without rollout.router_replay. The
+        critic does not read it.
+        """
+
     def __init__(
         self,
         *,
@@ -131,10 +139,11 @@ class ExperienceManifest(_message.Message):
         returns: Global___SealedArray | None = ...,
         actor_mask: Global___SealedArray | None = ...,
         response_mask: Global___SealedArray | None = ...,
+        routed_experts: Global___SealedArray | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["actor_mask", b"actor_mask", "advantages", b"advantages", "log_probs", b"log_probs", "prompt_lengths", b"prompt_lengths", "reference_log_probs", b"reference_log_probs", "response_lengths", b"response_lengths", "response_mask", b"response_mask", "returns", b"returns", "scores", b"scores", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["actor_mask", b"actor_mask", "advantages", b"advantages", "log_probs", b"log_probs", "prompt_lengths", b"prompt_lengths", "reference_log_probs", b"reference_log_probs", "response_lengths", b"response_lengths", "response_mask", b"response_mask", "returns", b"returns", "routed_experts", b"routed_experts", "scores", b"scores", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor_mask", b"actor_mask", "advantages", b"advantages", "ids", b"ids", "log_probs", b"log_probs", "policy_version", b"policy_version", "prompt_lengths", b"prompt_lengths", "reference_log_probs", b"reference_log_probs", "response_lengths", b"response_lengths", "response_mask", b"response_mask", "returns", b"returns", "run", b"run", "scores", b"scores", "step", b"step", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor_mask", b"actor_mask", "advantages", b"advantages", "ids", b"ids", "log_probs", b"log_probs", "policy_version", b"policy_version", "prompt_lengths", b"prompt_lengths", "reference_log_probs", b"reference_log_probs", "response_lengths", b"response_lengths", "response_mask", b"response_mask", "returns", b"returns", "routed_experts", b"routed_experts", "run", b"run", "scores", b"scores", "step", b"step", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -142,13 +151,14 @@ Global___ExperienceManifest: _TypeAlias = ExperienceManifest  # noqa: Y015
 
 @_typing.final
 class SealedArray(_message.Message):
-    """A one-dimensional array whose elements, little-endian, are the chunks one after the other."""
+    """An array whose elements, little-endian, are the chunks one after the other."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DTYPE_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    ROW_SHAPE_FIELD_NUMBER: _builtins.int
     dtype: _tensor_pb2.DataType.ValueType
     """Element type."""
     length: _builtins.int
@@ -157,16 +167,21 @@ class SealedArray(_message.Message):
     def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """SHA-256 of each chunk, 32 bytes each, in order."""
 
+    @_builtins.property
+    def row_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Size of each dimension after the first, in elements. Empty for an array of one dimension."""
+
     def __init__(
         self,
         *,
         dtype: _tensor_pb2.DataType.ValueType = ...,
         length: _builtins.int = ...,
         chunks: _abc.Iterable[_builtins.bytes] | None = ...,
+        row_shape: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "dtype", b"dtype", "length", b"length"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "dtype", b"dtype", "length", b"length", "row_shape", b"row_shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

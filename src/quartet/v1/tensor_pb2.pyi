@@ -33,6 +33,10 @@ class _DataTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DataType.Val
     """Two's complement, 4 bytes."""
     DATA_TYPE_BOOL: _DataType.ValueType  # 3
     """1 byte, 0 or 1."""
+    DATA_TYPE_UINT8: _DataType.ValueType  # 4
+    """Unsigned, 1 byte."""
+    DATA_TYPE_UINT16: _DataType.ValueType  # 5
+    """Unsigned, 2 bytes."""
 
 class DataType(_DataType, metaclass=_DataTypeEnumTypeWrapper):
     """Element type of a tensor. Elements are little-endian."""
@@ -45,6 +49,10 @@ DATA_TYPE_INT32: DataType.ValueType  # 2
 """Two's complement, 4 bytes."""
 DATA_TYPE_BOOL: DataType.ValueType  # 3
 """1 byte, 0 or 1."""
+DATA_TYPE_UINT8: DataType.ValueType  # 4
+"""Unsigned, 1 byte."""
+DATA_TYPE_UINT16: DataType.ValueType  # 5
+"""Unsigned, 2 bytes."""
 Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
 @_typing.final

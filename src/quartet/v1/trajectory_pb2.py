@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from quartet.v1 import tensor_pb2 as quartet_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bquartet/v1/trajectory.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\"I\n\x0cTrajectoryId\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06prompt\x18\x03 \x01(\x04\x12\x0e\n\x06sample\x18\x04 \x01(\r\"\xae\x02\n\x12SamplingParameters\x12\x1b\n\x13max_response_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x14\n\x0cstop_strings\x18\x07 \x03(\t\x12-\n\tpenalties\x18\x08 \x01(\x0b\x32\x15.quartet.v1.PenaltiesH\x00\x88\x01\x01\x12<\n\x11structured_output\x18\t \x01(\x0b\x32\x1c.quartet.v1.StructuredOutputH\x01\x88\x01\x01\x42\x0c\n\n_penaltiesB\x14\n\x12_structured_output\"/\n\x10StructuredOutput\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"D\n\tPenalties\x12\x12\n\nrepetition\x18\x01 \x01(\x01\x12\x10\n\x08presence\x18\x02 \x01(\x01\x12\x11\n\tfrequency\x18\x03 \x01(\x01\"\x8d\x01\n\nTokenBatch\x12%\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12*\n\x0eprompt_lengths\x18\x02 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12,\n\x10response_lengths\x18\x03 \x01(\x0b\x32\x12.quartet.v1.Tensor\"\x96\x01\n\x07Segment\x12%\n\x04role\x18\x01 \x01(\x0e\x32\x17.quartet.v1.SegmentRole\x12%\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12%\n\tlog_probs\x18\x03 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x04\"V\n\x06\x42ranch\x12%\n\x08segments\x18\x01 \x03(\x0b\x32\x13.quartet.v1.Segment\x12\x0e\n\x06parent\x18\x02 \x01(\x05\x12\x15\n\rshared_tokens\x18\x03 \x01(\r\"\x98\x03\n\nTrajectory\x12$\n\x02id\x18\x01 \x01(\x0b\x32\x18.quartet.v1.TrajectoryId\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12%\n\x08segments\x18\x03 \x03(\x0b\x32\x13.quartet.v1.Segment\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.quartet.v1.FinishReason\x12\x16\n\x0eweights_digest\x18\x05 \x01(\x0c\x12\x11\n\tgenerator\x18\x06 \x01(\t\x12.\n\rversion_spans\x18\x07 \x03(\x0b\x32\x17.quartet.v1.VersionSpan\x12\x0f\n\x07\x61ttempt\x18\x08 \x01(\x04\x12\x14\n\x0cturn_rewards\x18\t \x03(\x01\x12$\n\x07outcome\x18\n \x01(\x0e\x32\x13.quartet.v1.Outcome\x12\x0e\n\x06\x64\x65tail\x18\x0b \x01(\t\x12,\n\x10\x66urther_branches\x18\x0c \x03(\x0b\x32\x12.quartet.v1.Branch\x12\x0e\n\x06logged\x18\r \x01(\t\"M\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\r*\x90\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x16\n\x12\x46INISH_REASON_DONE\x10\x03\x12\x18\n\x14\x46INISH_REASON_FAILED\x10\x04*{\n\x0bSegmentRole\x12\x1c\n\x18SEGMENT_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13SEGMENT_ROLE_PROMPT\x10\x01\x12\x17\n\x13SEGMENT_ROLE_POLICY\x10\x02\x12\x1c\n\x18SEGMENT_ROLE_OBSERVATION\x10\x03*\xdd\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nOUTCOME_OK\x10\x01\x12\x13\n\x0fOUTCOME_TIMEOUT\x10\x02\x12\x18\n\x14OUTCOME_SCORER_ERROR\x10\x03\x12\x19\n\x15OUTCOME_SANDBOX_ERROR\x10\x04\x12\x1d\n\x19OUTCOME_ENVIRONMENT_ERROR\x10\x05\x12\x15\n\x11OUTCOME_CANCELLED\x10\x06\x12\x13\n\x0fOUTCOME_REFUSED\x10\x07\x12\x14\n\x10OUTCOME_LEFT_OUT\x10\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bquartet/v1/trajectory.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\"I\n\x0cTrajectoryId\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06prompt\x18\x03 \x01(\x04\x12\x0e\n\x06sample\x18\x04 \x01(\r\"\xae\x02\n\x12SamplingParameters\x12\x1b\n\x13max_response_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x14\n\x0cstop_strings\x18\x07 \x03(\t\x12-\n\tpenalties\x18\x08 \x01(\x0b\x32\x15.quartet.v1.PenaltiesH\x00\x88\x01\x01\x12<\n\x11structured_output\x18\t \x01(\x0b\x32\x1c.quartet.v1.StructuredOutputH\x01\x88\x01\x01\x42\x0c\n\n_penaltiesB\x14\n\x12_structured_output\"/\n\x10StructuredOutput\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"D\n\tPenalties\x12\x12\n\nrepetition\x18\x01 \x01(\x01\x12\x10\n\x08presence\x18\x02 \x01(\x01\x12\x11\n\tfrequency\x18\x03 \x01(\x01\"\xb9\x01\n\nTokenBatch\x12%\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12*\n\x0eprompt_lengths\x18\x02 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12,\n\x10response_lengths\x18\x03 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12*\n\x0erouted_experts\x18\x04 \x01(\x0b\x32\x12.quartet.v1.Tensor\"\x96\x01\n\x07Segment\x12%\n\x04role\x18\x01 \x01(\x0e\x32\x17.quartet.v1.SegmentRole\x12%\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12%\n\tlog_probs\x18\x03 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x04\"V\n\x06\x42ranch\x12%\n\x08segments\x18\x01 \x03(\x0b\x32\x13.quartet.v1.Segment\x12\x0e\n\x06parent\x18\x02 \x01(\x05\x12\x15\n\rshared_tokens\x18\x03 \x01(\r\"\xc4\x03\n\nTrajectory\x12$\n\x02id\x18\x01 \x01(\x0b\x32\x18.quartet.v1.TrajectoryId\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12%\n\x08segments\x18\x03 \x03(\x0b\x32\x13.quartet.v1.Segment\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.quartet.v1.FinishReason\x12\x16\n\x0eweights_digest\x18\x05 \x01(\x0c\x12\x11\n\tgenerator\x18\x06 \x01(\t\x12.\n\rversion_spans\x18\x07 \x03(\x0b\x32\x17.quartet.v1.VersionSpan\x12\x0f\n\x07\x61ttempt\x18\x08 \x01(\x04\x12\x14\n\x0cturn_rewards\x18\t \x03(\x01\x12$\n\x07outcome\x18\n \x01(\x0e\x32\x13.quartet.v1.Outcome\x12\x0e\n\x06\x64\x65tail\x18\x0b \x01(\t\x12,\n\x10\x66urther_branches\x18\x0c \x03(\x0b\x32\x12.quartet.v1.Branch\x12\x0e\n\x06logged\x18\r \x01(\t\x12*\n\x0erouted_experts\x18\x0e \x01(\x0b\x32\x12.quartet.v1.Tensor\"M\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\r*\x90\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x16\n\x12\x46INISH_REASON_DONE\x10\x03\x12\x18\n\x14\x46INISH_REASON_FAILED\x10\x04*{\n\x0bSegmentRole\x12\x1c\n\x18SEGMENT_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13SEGMENT_ROLE_PROMPT\x10\x01\x12\x17\n\x13SEGMENT_ROLE_POLICY\x10\x02\x12\x1c\n\x18SEGMENT_ROLE_OBSERVATION\x10\x03*\xdd\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nOUTCOME_OK\x10\x01\x12\x13\n\x0fOUTCOME_TIMEOUT\x10\x02\x12\x18\n\x14OUTCOME_SCORER_ERROR\x10\x03\x12\x19\n\x15OUTCOME_SANDBOX_ERROR\x10\x04\x12\x1d\n\x19OUTCOME_ENVIRONMENT_ERROR\x10\x05\x12\x15\n\x11OUTCOME_CANCELLED\x10\x06\x12\x13\n\x0fOUTCOME_REFUSED\x10\x07\x12\x14\n\x10OUTCOME_LEFT_OUT\x10\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.trajectory_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1443
-  _globals['_FINISHREASON']._serialized_end=1587
-  _globals['_SEGMENTROLE']._serialized_start=1589
-  _globals['_SEGMENTROLE']._serialized_end=1712
-  _globals['_OUTCOME']._serialized_start=1715
-  _globals['_OUTCOME']._serialized_end=1936
+  _globals['_FINISHREASON']._serialized_start=1531
+  _globals['_FINISHREASON']._serialized_end=1675
+  _globals['_SEGMENTROLE']._serialized_start=1677
+  _globals['_SEGMENTROLE']._serialized_end=1800
+  _globals['_OUTCOME']._serialized_start=1803
+  _globals['_OUTCOME']._serialized_end=2024
   _globals['_TRAJECTORYID']._serialized_start=68
   _globals['_TRAJECTORYID']._serialized_end=141
   _globals['_SAMPLINGPARAMETERS']._serialized_start=144
@@ -47,13 +47,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PENALTIES']._serialized_start=497
   _globals['_PENALTIES']._serialized_end=565
   _globals['_TOKENBATCH']._serialized_start=568
-  _globals['_TOKENBATCH']._serialized_end=709
-  _globals['_SEGMENT']._serialized_start=712
-  _globals['_SEGMENT']._serialized_end=862
-  _globals['_BRANCH']._serialized_start=864
-  _globals['_BRANCH']._serialized_end=950
-  _globals['_TRAJECTORY']._serialized_start=953
-  _globals['_TRAJECTORY']._serialized_end=1361
-  _globals['_VERSIONSPAN']._serialized_start=1363
-  _globals['_VERSIONSPAN']._serialized_end=1440
+  _globals['_TOKENBATCH']._serialized_end=753
+  _globals['_SEGMENT']._serialized_start=756
+  _globals['_SEGMENT']._serialized_end=906
+  _globals['_BRANCH']._serialized_start=908
+  _globals['_BRANCH']._serialized_end=994
+  _globals['_TRAJECTORY']._serialized_start=997
+  _globals['_TRAJECTORY']._serialized_end=1449
+  _globals['_VERSIONSPAN']._serialized_start=1451
+  _globals['_VERSIONSPAN']._serialized_end=1528
 # @@protoc_insertion_point(module_scope)

@@ -304,6 +304,7 @@ class TokenBatch(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PROMPT_LENGTHS_FIELD_NUMBER: _builtins.int
     RESPONSE_LENGTHS_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _tensor_pb2.Tensor:
         """int32 [all tokens]: for each sequence its prompt, then its response."""
@@ -316,16 +317,23 @@ class TokenBatch(_message.Message):
     def response_lengths(self) -> _tensor_pb2.Tensor:
         """int32 [sequences]: response tokens of each sequence, at least 1."""
 
+    @_builtins.property
+    def routed_experts(self) -> _tensor_pb2.Tensor:
+        """uint8 or uint16 [all tokens - sequences, layers, experts per token]: `routed_experts` of each trajectory, one after the other.
+        The routers of the policy then choose these experts. Absent: they choose themselves. Only for log-probs of the policy.
+        """
+
     def __init__(
         self,
         *,
         token_ids: _tensor_pb2.Tensor | None = ...,
         prompt_lengths: _tensor_pb2.Tensor | None = ...,
         response_lengths: _tensor_pb2.Tensor | None = ...,
+        routed_experts: _tensor_pb2.Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "routed_experts", b"routed_experts", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "routed_experts", b"routed_experts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -430,6 +438,7 @@ class Trajectory(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     FURTHER_BRANCHES_FIELD_NUMBER: _builtins.int
     LOGGED_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Updates that the generating policy had taken."""
     finish_reason: Global___FinishReason.ValueType
@@ -475,6 +484,13 @@ class Trajectory(_message.Message):
         what a branch took from another one is part of its prompt.
         """
 
+    @_builtins.property
+    def routed_experts(self) -> _tensor_pb2.Tensor:
+        """uint8 or uint16 [prompt tokens + response tokens - 1, layers, experts per token]: experts of a mixture of experts that the engine
+        chose for each token but the last one, in every layer of the model, 0 in layers without experts. Absent without
+        rollout.router_replay, and for episodes.
+        """
+
     def __init__(
         self,
         *,
@@ -491,10 +507,11 @@ class Trajectory(_message.Message):
         detail: _builtins.str = ...,
         further_branches: _abc.Iterable[Global___Branch] | None = ...,
         logged: _builtins.str = ...,
+        routed_experts: _tensor_pb2.Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "routed_experts", b"routed_experts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detail", b"detail", "finish_reason", b"finish_reason", "further_branches", b"further_branches", "generator", b"generator", "id", b"id", "logged", b"logged", "outcome", b"outcome", "policy_version", b"policy_version", "segments", b"segments", "turn_rewards", b"turn_rewards", "version_spans", b"version_spans", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detail", b"detail", "finish_reason", b"finish_reason", "further_branches", b"further_branches", "generator", b"generator", "id", b"id", "logged", b"logged", "outcome", b"outcome", "policy_version", b"policy_version", "routed_experts", b"routed_experts", "segments", b"segments", "turn_rewards", b"turn_rewards", "version_spans", b"version_spans", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
