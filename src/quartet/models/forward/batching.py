@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quartet.contract.arrays import IntArray
+from quartet.contract.arrays import ExpertArray, IntArray
 from quartet.contract.trajectory import TokenBatch
 from quartet.errors import InvalidRequest
 from quartet.models.forward.packing import Packing, TokenIndices
@@ -85,6 +85,8 @@ class MicroBatch:
     tokens (the logits at t-1 score token t): bool of the same shape, or int64 [n] in the packed row. ``targets`` int64 [n]: ids
     of the response tokens. ``token_indices`` int64 [n]: their indices into flat [response tokens] arrays. ``lengths`` int64
     [rows]: response tokens per sequence. ``last`` int64 [rows]: index of each sequence's last token in the flat ``input_ids``.
+    ``routed_experts`` uint8 or int16 [tokens of the flat input_ids, layers, experts per token]: those of ``TokenBatch``,
+    arbitrary for pads; None to let the model choose.
     """
 
     rows: list[int]
@@ -95,6 +97,7 @@ class MicroBatch:
     token_indices: torch.Tensor
     lengths: torch.Tensor
     last: torch.Tensor
+    routed_experts: torch.Tensor | None = None
 
     def __len__(self) -> int:
         """The number of response tokens, n."""
@@ -131,7 +134,7 @@ def build_micro_batch(
     """
     starts = _starts(batch.lengths)
     response_starts = _starts(batch.response_lengths)
-    sequences, targets, token_indices, predicts = [], [], [], []
+    sequences, targets, token_indices, predicts, experts = [], [], [], [], list[ExpertArray]()
     for row in rows:
         prompt, response = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
         sequence = batch.token_ids[starts[row] : starts[row] + prompt + response]
@@ -139,8 +142,11 @@ def build_micro_batch(
         targets.append(sequence[prompt:])
         token_indices.append(np.arange(response_starts[row], response_starts[row] + response))
         predicts.append(slice(prompt - 1, prompt + response - 1))
+        if batch.routed_experts is not None and not include_last_token:
+            # The sequences before it have no experts for their last tokens.
+            experts.append(batch.routed_experts[starts[row] - row :][: prompt + response - 1])
     if packed:
-        input_ids, where = _in_one_row(sequences, batch.prompt_lengths[list(rows)].tolist(), device)
+        input_ids, where = _in_one_row(sequences, batch.prompt_lengths[list(rows)].tolist(), device, experts)
     else:
         input_ids = right_pad(sequences, device)
         where = [row * input_ids.shape[1] + np.arange(len(sequence)) for row, sequence in enumerate(sequences)]
@@ -156,6 +162,7 @@ def build_micro_batch(
         token_indices=torch.from_numpy(np.concatenate(token_indices).astype(np.int64)).to(device),
         lengths=torch.tensor([len(target) for target in targets]).to(device),
         last=torch.tensor([int(at[-1]) for at in where]).to(device),
+        routed_experts=_routed(experts, where, input_ids) if experts else None,
     )
 
 
@@ -166,18 +173,36 @@ def response_token_indices(batch: TokenBatch, rows: IntArray | NDArray[np.int64]
 
 
 def _in_one_row(
-    sequences: Sequence[IntArray], prompt_lengths: Sequence[int], device: torch.device | str
+    sequences: Sequence[IntArray],
+    prompt_lengths: Sequence[int],
+    device: torch.device | str,
+    experts: Sequence[ExpertArray] = (),
 ) -> tuple[torch.Tensor, list[TokenIndices]]:
-    """Return token ids int64 [1, tokens] with each prompt once, and the indices of each sequence's tokens."""
+    """Return token ids int64 [1, tokens] with each prompt once, and the indices of each sequence's tokens.
+
+    A prompt with other ``experts`` is another prompt.
+    """
     prompts: dict[bytes, TokenIndices] = {}
     own, where, tokens = [], list[TokenIndices](), 0
-    for sequence, length in zip(sequences, prompt_lengths, strict=True):
-        prompt = prompts.get(key := sequence[:length].tobytes(), np.zeros(0, np.int64))
+    for index, (sequence, length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
+        key = sequence[:length].tobytes() + (experts[index][:length].tobytes() if experts else b"")
+        prompt = prompts.get(key, np.zeros(0, np.int64))
         own.append(sequence[len(prompt) :])
         where.append(np.concatenate([prompt, tokens + np.arange(len(own[-1]))]))
         prompts[key] = where[-1][:length]
         tokens += len(own[-1])
     return torch.from_numpy(np.concatenate(own).astype(np.int64)[None]).to(device), where
+
+
+def _routed(experts: Sequence[ExpertArray], where: Sequence[TokenIndices], input_ids: torch.Tensor) -> torch.Tensor:
+    """Return the experts of each token of the flat ``input_ids``: the first ones for pads."""
+    shape = experts[0].shape[1:]
+    # torch computes little with uint16.
+    dtype = np.uint8 if experts[0].dtype == np.uint8 else np.int16
+    result = np.broadcast_to(np.arange(shape[1], dtype=dtype), (input_ids.numel(), *shape)).copy()
+    for values, at in zip(experts, where, strict=True):
+        result[at] = values
+    return torch.from_numpy(result).to(input_ids.device)
 
 
 def _marked(positions: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from quartet.models.forward.log_probs import forward_log_probs
 from quartet.models.forward.model_capabilities import check_batch, device_of, is_encoder_classifier
 from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.packing import hidden_states
+from quartet.models.forward.router_replay import check_routing, replayed_routing
 from quartet.models.value_head import ValueModel
 from quartet.models.workers.shares import share_of, share_rows
 from quartet.models.workers.workers import SINGLE, Workers
@@ -36,8 +37,10 @@ def response_log_probs(
     """Return the log-probs in nats of every response token at ``temperature``: float32 [response tokens], in the batch's order.
 
     ``max_tokens`` limits a micro-batch, pads included. The ``workers`` share the sequences, and all of them return all log-probs.
-    Raises InvalidRequest; ComputationFailed if one is not finite.
+    The routers choose the experts of the batch, if it has any. Raises InvalidRequest; MismatchError for experts that the model
+    does not have; ComputationFailed if a log-prob is not finite.
     """
+    check_routing(model, batch)
     result = _by_token(
         model,
         batch,
@@ -75,7 +78,8 @@ def _by_token(
     result = np.zeros(int(batch.response_lengths.sum()), np.float32)
     with torch.inference_mode():
         for micro_batch, counts in share_of(workers, model, batch, max_tokens):
-            values = workers.forward(partial(compute, micro_batch))
+            with replayed_routing(model, micro_batch):
+                values = workers.forward(partial(compute, micro_batch))
             if counts:
                 result[micro_batch.token_indices.cpu().numpy()] = values.cpu().numpy()
         return workers.sum(torch.from_numpy(result)).float().numpy()

@@ -21,6 +21,7 @@ from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
 from quartet.models.forward.lora_dropout import dropout, masks_of
 from quartet.models.forward.onednn_linear import onednn_linear
+from quartet.models.forward.router_replay import check_routing, replayed_routing
 from quartet.models.forward.scoring import forward_values
 from quartet.models.training.mini_batches import MetricSums, MiniBatch, MiniBatchIterator, UpdateStats
 from quartet.models.training.optimizer import set_learning_rate
@@ -79,10 +80,14 @@ def update_policy(
     masked tokens; ``learning_rate``; and always ``optimizer_steps`` and ``skipped_steps``. The other means do not include skipped
     steps. If the old log-probs are the engine's, entropy and mismatch are those of the first pass over each mini-batch.
 
-    Raises InvalidRequest before any computation. Raises ComputationFailed if an old log-prob, loss or gradient is not finite,
+    The routers choose the experts of the experience, if it has any, in every pass.
+
+    Raises InvalidRequest before any computation, and MismatchError for experts that the model does not have. Raises
+    ComputationFailed if an old log-prob, loss or gradient is not finite,
     before the step of that mini-batch. Earlier steps are not undone, so the caller must restore a checkpoint. With
     ``settings.skip_non_finite`` that step is skipped instead.
     """
+    check_routing(model, experience.batch)
     batches = MiniBatchIterator(model, experience, settings, max_tokens, workers)
     policy = _PolicyExperience(
         model,
@@ -291,7 +296,8 @@ class _PolicyExperience:
         seen = MetricSums()
         with torch.no_grad():
             for micro_batch, counts in (part for mini_batch in mini_batches for part in mini_batch.share):
-                log_probs, entropies = self._forward(micro_batch, "report")
+                with replayed_routing(self._model, micro_batch):
+                    log_probs, entropies = self._forward(micro_batch, "report")
                 if not counts:
                     continue
                 _, own = self._own_tokens.select(micro_batch.token_indices, log_probs)
@@ -342,7 +348,7 @@ class _PolicyExperience:
         if not is_first:
             self._select(mini_batch, order)
         for micro_batch, counts in mini_batch.share:
-            with dropout(self._masks, key, micro_batch):
+            with dropout(self._masks, key, micro_batch), replayed_routing(self._model, micro_batch):
                 entropy_use: EntropyUse = "train" if loss.entropy_coefficient else "report" if observe else "none"
                 log_probs, entropies = self._forward(micro_batch, entropy_use)
                 if counts and observe:
