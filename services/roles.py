@@ -169,6 +169,7 @@ def _build_actor(
         workers,
         config.services.actor.offload,
         config.algorithm.loss_parameters,
+        rollout.router_replay,
     )
     if not hosts:
         actor.publish_to(source, writer=writer)

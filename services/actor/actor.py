@@ -25,6 +25,7 @@ from quartet.engines.stop_strings import token_decoder
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, MismatchError
 from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
+from quartet.models.forward.router_replay import routers_of
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.torch_engine import served_model
 from quartet.models.training.update_memory import UpdateMemory, measure_policy
@@ -75,12 +76,14 @@ class Actor(TrainableModel):
         workers: Workers = SINGLE,
         offload: OffloadConfig | None = None,
         policy_loss_parameters: Mapping[str, float] | None = None,
+        router_replay: bool = False,
     ) -> None:
         """Load the model. ``buffer`` returns the access to the buffer of a run by its name.
 
         ``create_engine`` creates an engine for a generator in this process that shares the weights of the policy. ``policy_loss``
         is the name or import path of the only policy loss that updates may request; a custom one is tried with
-        ``policy_loss_parameters``. See TrainableModel for the other arguments. Raises ModelError, ConfigError.
+        ``policy_loss_parameters``. ``router_replay``: updates need the experts of their tokens. See TrainableModel for the other
+        arguments. Raises ModelError, ConfigError.
         """
         self._config, self._buffer = config, buffer
         self._engine: Engine | None = None
@@ -100,7 +103,10 @@ class Actor(TrainableModel):
                 f"actor.ema_decay {config.ema_decay:g}: one process keeps the average of all weights, and this actor has "
                 f"{workers.size} ranks; set ema_decay null"
             )
+        self._router_replay = router_replay
         super().__init__(config, config.model, device, run_directory, seed, update_threads, limits, workers, offload)
+        if router_replay:
+            self._workers.evaluate(lambda: routers_of(self._model))
 
     def _read(self, source: str | Path) -> Any:
         return load_causal_lm(source, self._config.dtype, self._device, self._workers)
@@ -264,6 +270,11 @@ class Actor(TrainableModel):
 
         def apply() -> dict[str, float]:
             experience = self._workers.agreed(lambda: self._buffer(run).experience.load(step))
+            if self._router_replay and experience.batch.routed_experts is None:
+                raise MismatchError(
+                    f"experience of step {step}: has no experts of its tokens, and this actor was started with "
+                    "rollout.router_replay; start actor, generators and orchestrator with the same config"
+                )
             if self._engine is not None:
                 self._engine.sleep(self._budget.frees_cache)
             tokens, checkpointing = self._budget.resolve(settings.micro_batch_tokens)

@@ -101,6 +101,7 @@ class ServiceClients:
             dtype,
             scores_policy,
             lambda: self.reference_version,
+            self._config.rollout.router_replay,
         )
 
     def generation(self, note: Callable[[str], None], observe: CallObserver) -> Generation:

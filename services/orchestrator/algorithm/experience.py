@@ -56,7 +56,7 @@ def prepare_step(
     needs them. Without scores, their metrics are absent, and the experience has no scores.
     """
     trajectories = [item.trajectory for item in scored]
-    batch = TokenBatch.of(trajectories)
+    batch = TokenBatch.of_policy(trajectories)
     tokens = PolicyTokens(trajectories)
     lengths = tokens.lengths
     truncated = torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories])

@@ -372,8 +372,11 @@ class Collector:
                 reason = reason or f"{trajectory.id} was left out, but the step needs all trajectories"
             if reason:
                 self._refuse(trajectory, reason)
+                continue
+            if trajectory.outcome is Outcome.OK:
+                self._services.check_experts(trajectory)
             # Tokens of newer weights may build on a key-value cache of former ones, so only the requested are compared.
-            elif (
+            if (
                 trajectory.outcome is not Outcome.OK
                 or not self._arrivals.is_as_requested(trajectory)
                 or self._first.admit(trajectory, trajectory.id in self._greedy)

@@ -69,6 +69,7 @@ class ScoringServices:
     ``actor``, whose parameters are of ``dtype``, computes the log-probs of responses whose engine reports none, and verifies
     those that generators report. With ``scores_policy`` it computes those of all responses. Without a ``reference`` it is the
     reference, with its adapter off. ``reference_version`` returns the version that scores, None for the initial model.
+    ``router_replay``: trajectories need the experts of their tokens.
     """
 
     reward: FrozenReplicas[RewardClient] | None
@@ -79,6 +80,16 @@ class ScoringServices:
     dtype: str = "float32"
     scores_policy: bool = False
     reference_version: Callable[[], ReferenceVersion | None] = lambda: None
+    router_replay: bool = False
+
+    def check_experts(self, trajectory: Trajectory) -> None:
+        """Raise ConfigError if a trajectory lacks the experts of its tokens."""
+        if self.router_replay and trajectory.routed_experts is None:
+            engine = f"generator {trajectory.generator}" if trajectory.generator else "the engine"
+            raise ConfigError(
+                f"rollout.router_replay: {engine} reports no experts of {trajectory.id}; start it with the config of the run and "
+                "an engine that reports them, or set router_replay false"
+            )
 
     def reference_log_probs(self, batch: TokenBatch) -> Future[FloatArray]:
         """Start to compute log-probs of the reference, float32 [response tokens]. An actor first finishes its generation."""
@@ -110,7 +121,7 @@ class ScoringServices:
                     "(or a version of TensorRT-LLM with SamplingParams.logprobs_mode)"
                 )
         call = self.actor.log_probs_of_version(
-            TokenBatch.of(trajectories), self.temperature, trajectories[0].policy_version
+            TokenBatch.of_policy(trajectories), self.temperature, trajectories[0].policy_version
         )
         return call.result()
 
@@ -163,8 +174,9 @@ class Scoring:
             observe(Role.ACTOR if services.reference is None else Role.REFERENCE, "log_probs", call)
             return call
 
-        def request_policy_log_probs(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Future[FloatArray]:
+        def request_policy_log_probs(trajectories: Sequence[Trajectory], _: TokenBatch) -> Future[FloatArray]:
             assert services.actor is not None
+            batch = TokenBatch.of_policy(trajectories)
             # By now the policy has taken all updates before this step, also if an older policy generated it.
             call = services.actor.log_probs_of_version(batch, services.temperature, trajectories[0].id.step - 1)
             observe(Role.ACTOR, "log_probs", call)

@@ -49,7 +49,9 @@ class FirstTrajectories:
         if all((item.id, item.attempt) != (trajectory.id, trajectory.attempt) for item in held):
             held.append(trajectory)
         if generator not in self._calls:
-            call = self._actor.versioned_log_probs(TokenBatch.of([trajectory]), 1.0 if greedy else self._temperature)
+            call = self._actor.versioned_log_probs(
+                TokenBatch.of_policy([trajectory]), 1.0 if greedy else self._temperature
+            )
             self._calls[generator] = call
             call.add_done_callback(lambda _: self._on_response())
         return False

@@ -22,6 +22,7 @@ _NAMES_BY_KEY = {
         "max_new_tokens response_length max_completion_length max_response_length generate_max_len max_tokens"
     ),
     "rollout.engine": "use_vllm",
+    "rollout.router_replay": "enable_router_replay moe_router_replay enable_return_routed_experts",
     "rollout.stop_strings": "stop end_strings stop_token stop_sequences",
     "algorithm.estimator": "adv_estimator advantage_estimator",
     "algorithm.policy_loss": "loss_type policy_loss_type loss_mode importance_sampling_level use_cispo",

@@ -352,6 +352,9 @@ class RolloutConfig(Section):
     """Give generators each new policy in the middle of their responses, instead of at the next step. Needs max_off_policy_steps
     and generators with engine torch or vllm, or with sglang-server without an adapter. Timing decides which policy generates a
     token, so such a run does not repeat bit-identically."""
+    router_replay: bool = False
+    """For a mixture of experts: the actor's forward and backward passes use the experts that the engine chose for each token,
+    which engine torch or vllm reports. Otherwise its routers choose again, and rounding gives some tokens other experts."""
     share_weights: bool = True
     """Let generators on the actor's machine read each new policy from its memory. Elsewhere, and with false, it is sent."""
     share_directory: Path | None = None

@@ -20,6 +20,7 @@ RULES: tuple[Callable[[ConfigTree], None], ...] = (
     generation.check_dynamic_sampling,
     generation.check_off_policy,
     generation.check_in_flight_updates,
+    generation.check_router_replay,
     sampling.check_sampling,
     sampling.check_rollout_correction,
     training.check_reward_service,

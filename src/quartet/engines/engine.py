@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from quartet.config.rollout import ENGINE_ENTRY_POINTS, ENGINES, check_engine_name
-from quartet.contract.arrays import FloatArray, IntArray
+from quartet.contract.arrays import ExpertArray, FloatArray, IntArray
 from quartet.contract.generation import EngineProperties as EngineProperties
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.trajectory import TrajectoryId, VersionSpan
@@ -66,7 +66,8 @@ class EngineResponse:
     ``token_ids`` include the stop token if there is one. ``log_probs`` are in nats, one for each token; None if the engine
     reports none of the whole distribution. An engine with ``properties.in_flight_updates`` names in ``spans`` the weights of each
     part of every response, in order. Others leave them empty: the loaded weights made all tokens. ``stopped``: the engine reports
-    that a stop string ended the response.
+    that a stop string ended the response. ``routed_experts``: see ``Trajectory``; rows after those are ignored. None without
+    rollout.router_replay.
     """
 
     request: GenerationRequest
@@ -74,6 +75,7 @@ class EngineResponse:
     log_probs: Sequence[float] | FloatArray | None
     spans: tuple[VersionSpan, ...] = ()
     stopped: bool = False
+    routed_experts: ExpertArray | None = None
 
 
 class TurnSource(Protocol):

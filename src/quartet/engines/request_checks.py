@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -77,9 +78,9 @@ def check_response(
 ) -> Trajectory:
     """Return a response as a trajectory, with log-probs float32 [0] if the engine reports none.
 
-    Tokens after the one that completes a stop string are dropped. ``engine`` names the engine in error messages. Raises
-    ComputationFailed if the response is empty, ends neither with a stop token or stop string nor at the limit, or has invalid
-    tokens, log-probs or spans.
+    Tokens after the one that completes a stop string are dropped, and so are their experts. ``engine`` names the engine in error
+    messages. Raises ComputationFailed if the response is empty, ends neither with a stop token or stop string nor at the limit,
+    or has invalid tokens, log-probs, spans or experts.
     """
     if response.log_probs is not None and len(response.log_probs) != len(response.token_ids):
         raise ComputationFailed(
@@ -114,5 +115,17 @@ def check_response(
     if spans and (min(spans) < 1 or sum(spans) != len(ids)):
         raise ComputationFailed(f"{where}: versions of the weights for {sum(spans)} of {len(ids)} tokens")
     reason = FinishReason.EOS if stops or response.stopped else FinishReason.LENGTH
-    prompt = np.asarray(response.request.prompt_ids, np.int32)
-    return Trajectory.of_response(response.request.id, policy_version, prompt, ids.astype(np.int32), log_probs, reason)
+    prompt, experts = np.asarray(response.request.prompt_ids, np.int32), response.routed_experts
+    if experts is not None:
+        experts, inputs = np.ascontiguousarray(experts), len(prompt) + len(ids) - 1
+        if experts.dtype not in (np.uint8, np.uint16) or experts.ndim != 3 or len(experts) < inputs:
+            raise ComputationFailed(
+                f"{where}: routed experts of type {experts.dtype} and shape {experts.shape}; expected uint8 or uint16 "
+                f"[{inputs}, layers, experts per token]"
+            )
+        # Those of tokens after a stop string are dropped.
+        experts = experts[:inputs]
+    trajectory = Trajectory.of_response(
+        response.request.id, policy_version, prompt, ids.astype(np.int32), log_probs, reason
+    )
+    return trajectory if experts is None else replace(trajectory, routed_experts=experts)

@@ -72,7 +72,8 @@ class VLLMSettings:
     ``tensor_parallel_size`` GPUs share the model. ``memory_fraction`` of each GPU's memory is for weights and cache. On a CPU the
     cache has CPU_CACHE_BYTES, or the engine argument kv_cache_memory_bytes. ``release_memory`` frees the GPU's memory between
     generations. vLLM counts as stuck if a generation makes no step for ``stall_seconds``. ``engine_arguments`` are further
-    arguments of vLLM's ``EngineArgs``, by name; ``speculative`` is its ``speculative_config``, or empty.
+    arguments of vLLM's ``EngineArgs``, by name; ``speculative`` is its ``speculative_config``, or empty. ``routed_experts``:
+    responses have the experts of their tokens.
     """
 
     max_concurrent_sequences: int
@@ -84,6 +85,7 @@ class VLLMSettings:
     stall_seconds: float = 600.0
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     speculative: Mapping[str, Any] = field(default_factory=dict)
+    routed_experts: bool = False
 
 
 class VLLMEngine:
@@ -241,6 +243,8 @@ class VLLMEngine:
             "worker_extension_cls": self.worker_extension,
             "weight_transfer_config": {"backend": BACKEND},
         }
+        if settings.routed_experts:
+            arguments["enable_return_routed_experts"] = True
         if settings.speculative:
             arguments["speculative_config"] = dict(settings.speculative)
         if on_cpu():
@@ -314,6 +318,15 @@ class VLLMEngine:
             response = _response(request, result, truncated)
         except ServiceFailed as error:
             raise self._process.failure(str(error)) from error
+        if self._settings.routed_experts:
+            experts = result.outputs[0].routed_experts
+            if experts is None or len(experts) < len(request.prompt_ids) + len(response.token_ids) - 1:
+                have = "none" if experts is None else f"those of {len(experts)} tokens"
+                raise ServiceFailed(
+                    f"{NAME}: response to {request.id}: expected the experts of each of its tokens, got {have}; "
+                    "set rollout.router_replay false, and report the version of vLLM"
+                )
+            response = dataclasses.replace(response, routed_experts=experts)
         parts = result.outputs[0].weight_versions
         if not parts or parts[-1].end != len(response.token_ids):
             raise ServiceFailed(f"{NAME}: response to {request.id}: names no version of the weights for each token")
@@ -424,6 +437,7 @@ def create(config: Config) -> tuple[Engine, ServedModel]:
         stall_seconds=config.timeouts.score_seconds,
         engine_arguments=vllm.engine_arguments,
         speculative={} if vllm.speculative is None else _speculative_config(vllm.speculative),
+        routed_experts=config.rollout.router_replay,
     )
     return VLLMEngine(settings, model), model
 

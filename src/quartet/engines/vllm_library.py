@@ -25,7 +25,7 @@ _OWN_ARGUMENTS = frozenset(
         "quantization_config", "speculative_config", "pipeline_parallel_size", "data_parallel_size",
         "logits_processors", "scheduler_cls", "runner", "convert", "weight_transfer_config", "io_processor_plugin",
         "reasoning_parser_plugin", "model_class_overrides", "hf_token", "offload_backend", "cpu_offload_gb",
-        "cpu_offload_params", "max_logprobs", "override_generation_config",
+        "cpu_offload_params", "max_logprobs", "override_generation_config", "enable_return_routed_experts", "aux_output_config",
     }
 )  # fmt: skip
 """Arguments that Quartet sets, and those that would run other code, load other weights or change their values."""

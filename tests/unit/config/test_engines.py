@@ -438,3 +438,40 @@ def test_the_structured_output_is_that_of_all_requests() -> None:
     for sampling in (run_sampling(rollout), greedy_sampling(rollout)):
         assert sampling.structured_output == StructuredOutput("json_schema", json.dumps(schema))
     assert run_sampling(config("sglang-server", rollout=needed).rollout).structured_output is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "rollout", "changes", "message"),
+    [
+        ("vllm-server", {"vllm_server": SERVER}, {}, "engine vllm-server does not report .*; set engine torch or vllm"),
+        ("torch", {"max_turns": 2}, {}, r"rollout\.max_turns 2: .*; set max_turns 0"),
+        (
+            "vllm",
+            {"in_flight_updates": True, "max_off_policy_steps": 1},
+            {},
+            r"rollout\.in_flight_updates: .*; set in_flight_updates false",
+        ),
+        (
+            "vllm",
+            {"vllm": {"prefix_caching": False}},
+            {},
+            r"rollout\.vllm\.prefix_caching false: .*; set prefix_caching true",
+        ),
+        ("vllm", {"vllm": SPECULATIVE}, {}, r"rollout\.vllm\.speculative: .*; remove it"),
+        ("torch", {}, {"actor": {"model": "a", "compile": True}}, r"actor\.compile: .*; set compile false"),
+        (
+            "torch",
+            {},
+            {"services": {"actor": {"processes": 2, "parallel": {"tensor": 2}}}},
+            r"services\.actor\.parallel\.tensor 2: .*; set tensor 1",
+        ),
+    ],
+)
+def test_router_replay_needs_an_engine_that_reports_experts_and_routers_that_take_them(
+    engine: str, rollout: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    needed = {"router_replay": True, "generators": 1}
+    for name in ("torch", "vllm"):
+        assert config(name, rollout=needed).rollout.router_replay
+    with pytest.raises(ConfigError, match=f"rollout.router_replay: {message}, or router_replay false"):
+        config(engine, rollout={**needed, **rollout}, **changes)

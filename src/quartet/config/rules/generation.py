@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quartet.config.rollout import EngineServerConfig
+from quartet.config.rollout import ENGINES, EngineServerConfig
 from quartet.config.section import is_loopback
 from quartet.config.tree import ConfigTree
 
@@ -189,3 +189,46 @@ def check_in_flight_updates(config: ConfigTree) -> None:
             f"{setting}: generation and training overlap, so rollout.vllm.release_memory cannot free the GPU in between; set "
             "one of the two to false"
         )
+
+
+def check_router_replay(config: ConfigTree) -> None:
+    """Raise ValueError if rollout.router_replay does not fit the engine, the episodes or the training of the actor."""
+    rollout, vllm, engine = config.rollout, config.rollout.vllm, config.rollout.engine
+    if not rollout.router_replay:
+        return
+    tensor = config.services.actor.parallel.tensor
+    for contradicts, reason, remedy in (
+        (
+            engine in ENGINES and engine not in ("torch", "vllm"),
+            f"engine {engine} does not report the experts of its tokens",
+            "set engine torch or vllm",
+        ),
+        (
+            rollout.max_turns > 0,
+            f"rollout.max_turns {rollout.max_turns}: the experts of episodes are not recorded",
+            "set max_turns 0",
+        ),
+        (
+            rollout.in_flight_updates,
+            "rollout.in_flight_updates: vLLM and Quartet have not recorded experts across an update",
+            "set in_flight_updates false",
+        ),
+        (
+            vllm is not None and not vllm.prefix_caching,
+            "rollout.vllm.prefix_caching false: vLLM records experts by the blocks of its prefix cache",
+            "set prefix_caching true",
+        ),
+        (
+            vllm is not None and vllm.speculative is not None,
+            "rollout.vllm.speculative: experts of proposed tokens are not tested",
+            "remove it",
+        ),
+        (config.actor.compile, "actor.compile: compiled layers choose their own experts", "set compile false"),
+        (
+            tensor > 1,
+            f"services.actor.parallel.tensor {tensor}: the routers of a slice of the model are not replayed",
+            "set tensor 1",
+        ),
+    ):
+        if contradicts:
+            raise ValueError(f"rollout.router_replay: {reason}; {remedy}, or router_replay false")

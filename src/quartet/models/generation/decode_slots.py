@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quartet.contract.arrays import ExpertArray
 from quartet.contract.generation import GenerationRequest, SamplingParameters
 from quartet.contract.random_streams import uniforms
 from quartet.engines.engine import EngineResponse, TurnSource
@@ -25,6 +27,7 @@ from quartet.models.forward.model_capabilities import (
 )
 from quartet.models.forward.onednn_linear import onednn_linear
 from quartet.models.forward.packing import logits_at_positions
+from quartet.models.forward.router_replay import Routers
 from quartet.models.generation.decode_cache import cache_argument, prefill_cache
 from quartet.models.generation.penalties import Occurrences
 from quartet.models.generation.sampling import sample_penalized, sample_tokens
@@ -56,10 +59,12 @@ class DecodeSlots:
         stop_strings: StopStrings | None = None,
         turns: TurnSource | None = None,
         cached: bool = True,
+        routers: Routers | None = None,
     ) -> None:
         """``requests`` are queued, or only decide the sizes if the requests come from ``turns``.
 
-        ``cached``: the model decodes with a cache.
+        ``cached``: the model decodes with a cache. ``routers``: responses have the experts that these choose. They need a cache,
+        and not a ``static`` one.
         """
         self._model, self._sampling, self._seed, self._device = model, sampling, seed, device_of(model)
         self._stops = np.zeros(vocabulary_size(model), np.bool_)
@@ -77,6 +82,9 @@ class DecodeSlots:
         self._limits = np.full(slots, limit, np.int64)
         self._token_ids = np.zeros((slots, limit), np.int32)
         self._log_probs = np.zeros((slots, limit), np.float32)
+
+        self._routers = routers
+        self._experts: list[list[ExpertArray]] = [[] for _ in range(slots)]
 
         self._fixed_shapes = static is not None and not static.graphs
         self._cached, self._unpadded = cached, cached and keeps_states(model)
@@ -123,7 +131,7 @@ class DecodeSlots:
     @torch.inference_mode()
     def step(self) -> list[EngineResponse]:
         """Draw every row's next token. Return the responses that this token finishes, ordered by id."""
-        logits = self._decoder.logits(self._chosen[: len(self._rows)]) if self._rows else None
+        logits = self._decode() if self._rows else None
         free = self._slots - len(self._rows)
         if self._queue and free:
             joined = self._join([self._queue.popleft() for _ in range(min(free, len(self._queue)))])
@@ -149,6 +157,24 @@ class DecodeSlots:
             self._drop()
         return finished
 
+    def _decode(self) -> torch.Tensor:
+        """Decode the last token of each row. Return the next logits [rows, vocabulary]."""
+        with self._recording() as last:
+            logits = self._decoder.logits(self._chosen[: len(self._rows)])
+            for slot, experts in enumerate(self._recorded(last)):
+                if self._alive[slot]:
+                    self._experts[slot].append(experts[None])
+        return logits
+
+    def _recording(self) -> AbstractContextManager[Callable[[], torch.Tensor] | None]:
+        return nullcontext() if self._routers is None else self._routers.recording()
+
+    def _recorded(self, last: Callable[[], torch.Tensor] | None) -> ExpertArray:
+        """Return the experts of the tokens of the last pass, [tokens, layers, experts per token], or no tokens."""
+        if self._routers is None or last is None:
+            return np.zeros((0, 0, 0), np.uint8)
+        return last().cpu().numpy().astype(self._routers.dtype)
+
     def _record(self, tokens: NDArray[np.int64], log_probs: NDArray[np.float32]) -> list[EngineResponse]:
         """Record the token drawn for each row. Return the responses that it finishes."""
         live, slots = np.flatnonzero(self._alive), np.arange(len(self._rows))
@@ -173,7 +199,9 @@ class DecodeSlots:
         for slot in sorted(ended.tolist(), key=lambda slot: self._rows[slot].id):
             count = self._counts[slot]
             ids, values = self._token_ids[slot, :count].copy(), self._log_probs[slot, :count].copy()
-            finished.append(EngineResponse(self._rows[slot], ids, values, stopped=bool(stopped[slot])))
+            experts = np.concatenate(self._experts[slot]) if self._routers is not None else None
+            stop = bool(stopped[slot])
+            finished.append(EngineResponse(self._rows[slot], ids, values, stopped=stop, routed_experts=experts))
         self._alive[ended] = False
         return finished
 
@@ -205,10 +233,16 @@ class DecodeSlots:
         for group, columns in self._prefill_groups([len(prompt) for prompt in unique]):
             input_ids = right_pad([unique[index] for index in group], self._device, columns)
             cache = prefill_cache(self._model) if self._cached else None
-            last = self._last_logits(input_ids, [len(unique[index]) for index in group], cache)
+            with self._recording() as recorded:
+                last = self._last_logits(input_ids, [len(unique[index]) for index in group], cache)
+                experts = self._recorded(recorded)
             group_rows = {index: row for row, index in enumerate(group)}
             rows = [row for row, index in enumerate(owner) if index in group_rows]
             sources = [group_rows[owner[row]] for row in rows]
+            if self._routers is not None:
+                of_prompts = experts.reshape(len(group), columns, *experts.shape[1:])
+                for row, source in zip(rows, sources, strict=True):
+                    self._experts[first + row] = [of_prompts[source, : len(prompts[row])]]
             self._decoder.fill([first + row for row in rows], sources, [len(prompts[row]) for row in rows], cache)
             if result is None:
                 result = last.new_empty(len(owner), last.shape[1])
@@ -269,6 +303,8 @@ class DecodeSlots:
         self._alive = np.ones(alive, np.bool_)
         for array in (self._greedy, self._counts, self._limits, self._token_ids, self._log_probs):
             array[holes] = array[movers]
+        for hole, mover in zip(holes, movers, strict=True):
+            self._experts[hole] = self._experts[mover]
         to, source = torch.from_numpy(holes).to(self._device), torch.from_numpy(movers).to(self._device)
         for tensor in (self._chosen, self._streams, self._draw_indices):
             tensor[to] = tensor[source]

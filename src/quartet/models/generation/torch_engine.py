@@ -24,12 +24,21 @@ from quartet.contract.trajectory import Trajectory, TrajectoryId, VersionSpan
 from quartet.engines.engine import EngineResponse, ServedModel, TokenDecoder, TurnSource
 from quartet.engines.request_checks import check_requests, check_response
 from quartet.engines.stop_strings import StopStringCache
-from quartet.errors import Cancelled, InvalidRequest, MismatchError, ModelError, ServiceFailed, ServiceUnavailable
+from quartet.errors import (
+    Cancelled,
+    ConfigError,
+    InvalidRequest,
+    MismatchError,
+    ModelError,
+    ServiceFailed,
+    ServiceUnavailable,
+)
 from quartet.models.forward.model_capabilities import (
     device_of,
     max_positions,
     vocabulary_size,
 )
+from quartet.models.forward.router_replay import routers_of
 from quartet.models.generation import decode_cache
 from quartet.models.generation.decode_slots import DecodeSlots
 from quartet.models.generation.static_decoding import StaticDecoder, is_recordable, unsupported_reason
@@ -67,7 +76,9 @@ class TorchEngine:
     ``decode`` is needed for stop strings. ``merged``: an adapter on ``model`` whose layers are decoded as one matmul instead of
     three. In half precision, merged weights are rounded, so the engine samples from a slightly different distribution than the
     one that is trained. A model whose cache does not fit sequences of different lengths decodes without it, with a forward pass
-    over whole sequences for every token. Not thread-safe. Raises ModelError if a trial shows that the model fits neither way.
+    over whole sequences for every token. ``routed_experts``: responses have the experts of their tokens; this needs a cache, and
+    decodes without static buffers. Not thread-safe. Raises ModelError if a trial shows that the model fits neither way, and
+    ConfigError for a model whose experts cannot be recorded.
     """
 
     kind = SHARED
@@ -81,6 +92,7 @@ class TorchEngine:
         static: bool = True,
         decode: TokenDecoder | None = None,
         merged: Adapter | None = None,
+        routed_experts: bool = False,
     ) -> None:
         # Shares the policy's weights, except for copies of the matrices of adapted layers.
         self._merged = None if merged is None else MergedWeights(merged)
@@ -96,10 +108,17 @@ class TorchEngine:
         self._graphs = device_of(model).type == "cuda"
         self._static: StaticDecoder | None = None
         # The capture of CUDA graphs needs memory that the engine may never use, so it is tried at the first generation.
+        static = static and not routed_experts
         self._static_untried, self._not_static = static, "" if static else "static decoding is off"
         self._generations = 0
         self._uncached = decode_cache.unsupported_reason(model)
         self._try_decoding()
+        self._routers = routers_of(model) if routed_experts else None
+        if routed_experts and self._uncached:
+            raise ConfigError(
+                f"rollout.router_replay: {type(model).__name__} decodes without a cache ({self._uncached}), and its experts are "
+                "not recorded; set it to false, or give another rollout.engine"
+            )
         self._declared = self._declare()
         # The trial's buffers may be larger than those of any generation.
         self._free(everything=not self._graphs)
@@ -199,7 +218,16 @@ class TorchEngine:
         stop_ids = frozenset[int]() if sampling.ignore_eos else self._served.stop_ids
         with self._decoding():
             options = self._max_concurrent, self._static, self._stop_strings.of(sampling), turns
-            slots = DecodeSlots(self._model, stop_ids, requests, sampling, seed, *options, cached=not self._uncached)
+            slots = DecodeSlots(
+                self._model,
+                stop_ids,
+                requests,
+                sampling,
+                seed,
+                *options,
+                cached=not self._uncached,
+                routers=self._routers,
+            )
             self._generations += 1
             number, steps = self._generations, 0
             while slots.active:
@@ -361,6 +389,7 @@ class DetachedTorchEngine(TorchEngine):
         max_concurrent_sequences: int,
         merge_adapter: bool = False,
         decode: TokenDecoder | None = None,
+        routed_experts: bool = False,
     ) -> None:
         """Own ``model`` from now on, with its ``adapter`` if it has one. ``merge_adapter``: decode with it merged."""
         model.requires_grad_(False)
@@ -373,7 +402,9 @@ class DetachedTorchEngine(TorchEngine):
         self._changes: list[tuple[int, int, bytes]] = []
         # False during an update, and after one that has failed: the weights are then those of no version.
         self._is_whole = True
-        super().__init__(model, stop_ids, max_concurrent_sequences, decode=decode, merged=merged)
+        super().__init__(
+            model, stop_ids, max_concurrent_sequences, decode=decode, merged=merged, routed_experts=routed_experts
+        )
         self._weights = named_weights(model, adapter)
 
     @contextmanager

@@ -37,7 +37,13 @@ def load_detached(config: Config, device: str) -> tuple[DetachedTorchEngine, Ser
     tokenizer = load_tokenizer(actor.model)
     served = served_model(model, stop_token_ids(model, tokenizer), token_decoder(tokenizer))
     engine = DetachedTorchEngine(
-        model, adapter, served.stop_ids, rollout.max_concurrent_sequences, rollout.merge_adapter, served.decode
+        model,
+        adapter,
+        served.stop_ids,
+        rollout.max_concurrent_sequences,
+        rollout.merge_adapter,
+        served.decode,
+        rollout.router_replay,
     )
     return engine, replace(served, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer))
 
@@ -49,7 +55,12 @@ def share(config: Config, policy: Policy, certificates: Path | None) -> Engine:
     rollout, served = config.rollout, policy.served
     merged: Any = policy.adapter if rollout.merge_adapter else None
     return TorchEngine(
-        policy.model, served.stop_ids, rollout.max_concurrent_sequences, decode=served.decode, merged=merged
+        policy.model,
+        served.stop_ids,
+        rollout.max_concurrent_sequences,
+        decode=served.decode,
+        merged=merged,
+        routed_experts=rollout.router_replay,
     )
 
 
