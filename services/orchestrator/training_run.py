@@ -425,7 +425,7 @@ class TrainingLoop:
         self._checkpoint_if_due(step)
         if step == self._num_steps or not self._control.paused:
             return
-        log.info("run paused", step=step)
+        log.info("run paused", step=step, remedy="quartet resume continues it")
         while self._control.paused:
             self._checkpoints.finish(self._leadership.check)
             self._board.update(state=RunState.PAUSED, phase="paused")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from quartet.run_directory.run_files import RunFiles
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
 from tests.e2e.conftest import Call, Run, Start, step_metrics, weights
 from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
 
 
 # tests/chaos and tests/training/test_resume.py resume with the experience that Redis has kept.
@@ -38,6 +42,50 @@ def test_a_run_whose_launcher_and_redis_are_lost_leaves_no_process_and_resumes_b
     assert "note: resumed after step" in result.out
     assert step_metrics(Run(result, run)) == step_metrics(first_run)
     assert weights(run) == weights(first_run.directory)
+
+
+def commands(page: str, section: str) -> list[list[str]]:
+    """Return the commands of each block of a section, for the run of these tests instead of ``my``."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    text = re.sub(r"\bmy(?=[./ ]|$)", "tiny", text, flags=re.MULTILINE)
+    return [block.strip().splitlines() for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)]
+
+
+def test_a_run_is_archived_and_restored_by_the_documented_commands(start: Start, config: Path, tmp_path: Path) -> None:
+    def execute(line: str, folder: Path) -> None:
+        command = line.split()[1:] if line.startswith("quartet ") else ["-c", line]
+        program = QUARTET if line.startswith("quartet ") else Path("/bin/sh")
+        done = subprocess.run([program, *command], cwd=folder, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    archive, restore = commands("recover.md", "Back up a run")
+    assert [line.split()[1] for line in (*archive, *restore) if line.startswith("quartet")] == [
+        *("pause", "checkpoint", "resume", "train")
+    ]
+    original, elsewhere = tmp_path / "runs" / "tiny", tmp_path / "elsewhere"
+    restored = elsewhere / "runs" / "tiny"
+    elsewhere.mkdir()
+    first = start("train", config, *settings("run.steps=100000"))
+    first.wait_for(lambda: committed_steps(original) >= 1)
+    for line in archive:
+        execute(line, tmp_path)
+    (tmp_path / "tiny.tar").rename(elsewhere / "tiny.tar")
+    for line in restore[:-1]:
+        execute(line, elsewhere)
+    archived = committed_steps(restored)
+    assert not (restored / "redis").exists()
+    first.wait_for(lambda: committed_steps(original) >= archived + 2)
+    execute("quartet stop runs/tiny", tmp_path)
+    assert first.wait().code == 0
+    second = start("train", config, *settings("run.steps=100000"), "--resume", cwd=elsewhere)
+    second.wait_for(lambda: f"note: resumed after step {archived}\n" in second.out)
+    last = committed_steps(original)
+    second.wait_for(lambda: committed_steps(restored) >= last)
+    execute("quartet stop runs/tiny", elsewhere)
+    result = second.wait()
+    assert (result.code, result.err, result.leftovers) == (0, "", [])
+    assert step_metrics(Run(result, restored))[:last] == step_metrics(Run(result, original))
+    assert "sealed experience lost" not in (restored / "logs" / "orchestrator.log").read_text(encoding="utf-8")
 
 
 def test_resume_refuses_a_missing_run_and_changed_settings(

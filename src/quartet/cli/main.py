@@ -168,10 +168,13 @@ def watch(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> 
     show(find_run(run, name, token_file))
 
 
+Wait = Annotated[bool, typer.Option("--wait", help="Return when it is done.")]
+
+
 @app.command()
-def pause(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
+def pause(run: RunOrURL, name: RunName = None, token_file: TokenFile = None, wait: Wait = False) -> None:
     """Pause a run after the current step."""
-    _send("pause", run, name, token_file)
+    _send("pause", run, name, token_file, wait)
 
 
 @app.command()
@@ -187,16 +190,16 @@ def stop(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> N
 
 
 @app.command()
-def checkpoint(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
+def checkpoint(run: RunOrURL, name: RunName = None, token_file: TokenFile = None, wait: Wait = False) -> None:
     """Write a checkpoint of an active run after the current step."""
-    _send("checkpoint", run, name, token_file)
+    _send("checkpoint", run, name, token_file, wait)
 
 
-def _send(command: str, run: str, name: str | None, token_file: Path | None) -> None:
+def _send(command: str, run: str, name: str | None, token_file: Path | None, wait: bool = False) -> None:
     from quartet.cli.remote.control import send
     from quartet.gateway.client import find_run
 
-    send(find_run(run, name, token_file), command)
+    send(find_run(run, name, token_file), command, wait)
 
 
 @app.command("set")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from quartet.cli.console import make_console
-from quartet.errors import ConfigError
-from quartet.gateway.client import Target, connect
+from quartet.contract.control import RunState
+from quartet.errors import ConfigError, ServiceFailed
+from quartet.gateway.client import Api, Target, connect
 
 console = make_console()
 
@@ -20,13 +22,36 @@ EFFECTS = {
     "checkpoint": "writes a checkpoint after the current step",
 }
 """What the run does, by command."""
+POLL_SECONDS = 0.2
+"""Time between two questions for the state of a run."""
 
 
-def send(target: Target, command: str) -> None:
-    """Send a command, one of EFFECTS."""
+def send(target: Target, command: str, wait: bool = False) -> None:
+    """Send a command, one of EFFECTS. With ``wait``, return when a pause or a checkpoint is complete.
+
+    Raises ServiceFailed if the run ends before.
+    """
     with connect(target) as api:
+        committed = api.get()["step"] if wait else 0
         api.post(f"/{command}")
-    _print(f"{target.given}: {EFFECTS[command].replace('{run}', target.given)}")
+        _print(f"{target.given}: {EFFECTS[command].replace('{run}', target.given)}")
+        if wait:
+            _print(f"{target.given}: {_wait(api, command, committed)}")
+
+
+def _wait(api: Api, command: str, committed: int) -> str:
+    """Wait until the run is paused, or has a checkpoint of ``committed`` steps or more. Return what there is then."""
+    while True:
+        run = api.get()
+        if command == "pause" and run["state"] == RunState.PAUSED:
+            return f"paused after step {run['step']}"
+        if command == "checkpoint":
+            newest = max((each["step"] for each in api.get("/checkpoints")["items"] if not each["problem"]), default=0)
+            if newest >= max(committed, 1):
+                return f"has the checkpoint of step {newest}"
+        if not run["live"]:
+            raise ServiceFailed(f"{api.target.given}: the run ended before the {command}; see its logs")
+        time.sleep(POLL_SECONDS)
 
 
 def change_settings(target: Target, assignments: Sequence[str]) -> None:
