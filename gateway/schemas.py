@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quartet.config.live_settings import LIVE_NAME_PATTERN
 from quartet.contract.control import Alert, Setting, SettingChange
 from quartet.contract.generation import EngineProperties
+from quartet.contract.profile import MAX_PROFILED_STEPS
 from quartet.contract.status import DeviceReading
 from quartet.contract.weights import TransferWay
 from quartet.services.orchestrator.telemetry.step_profiler import Span
@@ -508,6 +509,13 @@ class RollbackRequest(RequestBody):
 
     step: Annotated[int, Field(ge=1, le=1_000_000_000)]
     """A step that has a checkpoint."""
+
+
+class ProfileRequest(RequestBody):
+    """The steps to profile."""
+
+    steps: Annotated[int, Field(ge=1, le=MAX_PROFILED_STEPS)] = 2
+    """Number of steps, from the next one on."""
 
 
 class CommandAccepted(Model):

@@ -226,6 +226,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
             bind_seconds=RESTART_BIND_SECONDS if _is_restart(options) else 0.0,
             limits=limits,
             devices=devices.readings,
+            register=_profiles(roles, config, hosted),
         )
         for role in hosted:
             if (engine := role.status().engine) is not None:
@@ -313,6 +314,15 @@ def _visible_devices(roles: list[Role], config: Config) -> list[int]:
     indices = sorted({index for role in roles for index in getattr(getattr(config.services, role), "devices", ())})
     # See ``set_up_engine``.
     return indices if config.rollout.engine == "torch" or roles != [Role.GENERATOR] else [*range(len(indices))]
+
+
+def _profiles(roles: list[Role], config: Config, hosted: list[Any]) -> Callable[[Any], None]:
+    """Return the function that adds the profiles of this process to its server, if torch trains or generates in it."""
+    if not any(role.trained or (role is Role.GENERATOR and config.rollout.engine == "torch") for role in roles):
+        return lambda server: None
+    from quartet.services.profile.servicer import ProfileServicer
+
+    return ProfileServicer(hosted[0].compute).register
 
 
 def _models(

@@ -36,6 +36,10 @@ class RunCommands:
         """Restore the run from the checkpoint of a step."""
         return self._command(run, user, "rollback", {"step": step}, lambda client: client.roll_back(step))[1]
 
+    def profile(self, run: str, user: str, steps: int) -> str:
+        """Profile the next steps of the run."""
+        return self._command(run, user, "profile", {"steps": steps}, lambda client: client.profile(steps))[1]
+
     def settings(self, run: str) -> list[Setting]:
         """Return the settings that can be changed now; empty if the run is not active."""
         orchestrator = self._monitor.orchestrator(run)

@@ -26,6 +26,7 @@ from quartet.gateway.schemas import (
     AuditEntry,
     CommandAccepted,
     Page,
+    ProfileRequest,
     RollbackRequest,
     RunSummary,
     Settings,
@@ -93,6 +94,14 @@ def roll_back(caller: Operator, run: RunName, commands: TheRunCommands, body: Ro
     """Restore the run from a checkpoint after the current step. Later steps are discarded."""
     problem = commands.roll_back(run, caller.user, body.step)
     return _accepted(f"run {run} is rolled back to step {body.step} after the current step, then continues", problem)
+
+
+@router.post("/runs/{run}/profile", status_code=202)
+def profile(caller: Operator, run: RunName, commands: TheRunCommands, body: ProfileRequest) -> CommandAccepted:
+    """Profile the next steps of actor, critic and generators. The profile appears in the list of profiles once it is saved."""
+    problem = commands.profile(run, caller.user, body.steps)
+    steps = "step" if body.steps == 1 else f"{body.steps} steps"
+    return _accepted(f"run {run} profiles the next {steps}", problem)
 
 
 def _accepted(detail: str, audit_problem: str) -> CommandAccepted:

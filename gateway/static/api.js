@@ -93,6 +93,9 @@ export const evaluationRows = (name, number, signal) => allItems(`${of(name)}/ev
 export const evaluationSetRows = (name, number, set, signal) => allItems(`${of(name)}/evaluations/${number}/sets/${enc(set)}`, signal);
 export const checkpoints = (name, signal) => allItems(`${of(name)}/checkpoints`, signal);
 export const services = (name, signal) => get(`${of(name)}/services`, {}, signal);
+export const profiles = (name, signal) => get(`${of(name)}/profiles`, {}, signal);
+/** Return the trace of one process in a profile as a Blob. */
+export const trace = async (name, number, file) => (await open(`${of(name)}/profiles/${number}/${enc(file)}`)).blob();
 export const buffer = (name, signal) => get(`${of(name)}/buffer`, {}, signal);
 export const guards = (name, signal) => get(`${of(name)}/guards`, {}, signal);
 export const failedTrajectories = (name, query, signal) => get(`${of(name)}/failed-trajectories`, query, signal);

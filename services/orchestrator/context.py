@@ -19,6 +19,7 @@ from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.rollout.generation import Generation
 from quartet.services.orchestrator.service_clients import ServiceClients
 from quartet.services.orchestrator.telemetry.device_samples import DeviceSampler
+from quartet.services.orchestrator.telemetry.profile_recorder import ProfileRecorder
 from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 from quartet.telemetry.traces import Traces
@@ -46,6 +47,7 @@ class RunContext:
     profiler: StepProfiler
     telemetry: RunTelemetry
     devices: DeviceSampler
+    profiles: ProfileRecorder
 
     @classmethod
     def connect(
@@ -67,7 +69,7 @@ class RunContext:
         telemetry = RunTelemetry(config, files, board, profiler)
         generation = clients.generation(board.note, profiler.observe)
 
-        def device_targets() -> dict[str, str]:
+        def torch_services() -> dict[str, str]:
             trained = {str(client.role): client.channel.address for client in clients.trained}
             generators = (each.address for each in generation.generators() if each.state is GeneratorState.READY)
             return trained | {f"{Role.GENERATOR} {address}": address for address in generators}
@@ -91,5 +93,6 @@ class RunContext:
             live_settings=LiveSettings(config, files, control),
             board=board,
             profiler=profiler,
-            devices=DeviceSampler(device_targets, credentials),
+            devices=DeviceSampler(torch_services, credentials),
+            profiles=ProfileRecorder(config, files, control, board.note, torch_services, credentials),
         )

@@ -93,6 +93,11 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self._control.roll_back(request.step)
         return orchestrator_pb2.RollBackResponse()
 
+    def Profile(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Profile the next steps."""
+        self._control.profile(request.steps)
+        return orchestrator_pb2.ProfileResponse()
+
     def GetSettings(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Return the settings that can be changed now."""
         return to_message(orchestrator_pb2.GetSettingsResponse, settings=self._live_settings.settings())

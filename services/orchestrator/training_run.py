@@ -352,6 +352,7 @@ class TrainingLoop:
         self._process_commands(step)
         while step < self._num_steps and not self._is_last(step):
             step += 1
+            self._run.profiles.begin_step(step)
             with self._run.profiler.step(step):
                 self._run.live_settings.start_step(step)
                 self._preparation.may_be_left = not self._must_finish(step)
@@ -362,11 +363,13 @@ class TrainingLoop:
                     self._preparation.discard()
                     self._process_commands(step)
                     continue
+            self._run.profiles.end_step(step)
             self._alerts.apply(alerts)
             self._synchronize_reference(step)
             self._evaluate_if_due(step)
             self._process_commands(step)
         self._preparation.discard()
+        self._run.profiles.finish()
         # A stop during a pause makes this step the last one only now.
         self._evaluate_if_due(step)
         self._checkpoint_if_due(step)
@@ -380,6 +383,7 @@ class TrainingLoop:
         evaluates = self._evaluator.is_due(step, last=False)
         saves = self._checkpoints.is_due(step, last=False, requested=False)
         waits = evaluates or saves or self._reference.is_due(step)
+        waits = waits or self._run.profiles.is_boundary(step)
         return step < self._num_steps and self._control.idle and not waits
 
     def _synchronize_reference(self, step: int) -> None:

@@ -21,6 +21,7 @@ from quartet.contract.generation import (
     SamplingParameters,
     StructuredOutput,
 )
+from quartet.contract.profile import Gap, OperatorTime, ProfileSummary
 from quartet.contract.status import DeviceReading, Role, ServiceStatus
 from quartet.contract.trajectory import (
     FAILURES,
@@ -240,6 +241,17 @@ statuses = st.builds(
 )
 device_readings = st.builds(
     DeviceReading, names, st.none() | doubles, st.none() | uint64, st.none() | uint64, st.none() | doubles
+)
+operator_times = st.lists(st.builds(OperatorTime, names, uint64, doubles), max_size=2).map(tuple)
+profile_summaries = st.builds(
+    ProfileSummary,
+    st.sampled_from(("cpu", "cuda")),
+    doubles,
+    st.dictionaries(names, doubles, max_size=3),
+    *(doubles, doubles, doubles, doubles),
+    *(operator_times, operator_times),
+    st.lists(st.builds(Gap, names, names, doubles), max_size=2).map(tuple),
+    st.booleans(),
 )
 samplings = st.builds(
     SamplingParameters,

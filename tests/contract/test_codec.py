@@ -42,6 +42,7 @@ from quartet.v1 import (
     experience_pb2,
     generation_pb2,
     orchestrator_pb2,
+    profile_pb2,
     reference_pb2,
     reward_pb2,
     status_pb2,
@@ -106,6 +107,7 @@ RECORDS: list[tuple[Any, st.SearchStrategy[Any]]] = [
     (status_pb2.WeightPublication, publications),
     (status_pb2.EngineProperties, strategies.engines),
     (status_pb2.RoleStatus, strategies.statuses),
+    (profile_pb2.ProfileSummary, strategies.profile_summaries),
     (
         status_pb2.GetStatusResponse,
         st.builds(

@@ -106,6 +106,7 @@ def test_messages_are_named_after_their_methods(protos: list[FileDescriptorProto
             "Environment",
             "Generation",
             "Orchestrator",
+            "Profile",
             "Reference",
             "Reward",
             "Status",

@@ -4,6 +4,7 @@ import * as api from "../api.js";
 import { healthPill, toneOf } from "../components/state_pill.js";
 import { empty, fillWith } from "../components/placeholders.js";
 import { facts, table } from "../components/table.js";
+import { toastProblem } from "../components/toast.js";
 import { h, replace } from "../dom.js";
 import { bytes, duration, number, percent, plural, seconds, whole, words } from "../format.js";
 import { icon } from "../icons.js";
@@ -42,9 +43,10 @@ class ServicesPage {
   }
 
   async fetch() {
-    [this.services, this.buffer] = await Promise.all([
+    [this.services, this.buffer, this.profiles] = await Promise.all([
       api.services(this.run, this.signal),
       this.frame.detail.live ? api.buffer(this.run, this.signal) : null,
+      api.profiles(this.run, this.signal),
     ]);
   }
 
@@ -78,7 +80,11 @@ class ServicesPage {
 
   drawn() {
     const { services } = this;
-    if (!services.length) return h("div", { class: "panel" }, empty("The run is not active", "During training, its processes appear here with their health and load."));
+    const profiles = this.profiles.length ? profilesPanel(this.run, this.profiles) : null;
+    if (!services.length) {
+      const inactive = h("div", { class: "panel" }, empty("The run is not active", "During training, its processes appear here with their health and load."));
+      return h("div", { class: "stack" }, inactive, profiles);
+    }
     const unhealthy = services.filter((service) => service.health !== "serving");
     const summary = unhealthy.length ? `not healthy: ${unhealthy.map((service) => nameOf(service)).join(", ")}` : `all ${plural(services.length, "process", "processes")} serving`;
     if (this.summary.textContent !== summary) this.summary.textContent = summary;
@@ -89,8 +95,47 @@ class ServicesPage {
       { class: "stack" },
       h("div", { class: "cards" }, others.map((service) => card(service, !generators.length)), this.buffer ? bufferCard(this.buffer) : null),
       generators.length ? generatorsPanel(generators) : null,
+      profiles,
     );
   }
+}
+
+/** Return one row per process of each profile, with a button that saves its trace. */
+function profilesPanel(run, profiles) {
+  const rows = profiles.flatMap((profile) => profile.services.map((service) => ({ profile, service, summary: service.summary })));
+  const share = (field) => ({ summary }) => (summary?.seconds ? percent(summary[field] / summary.seconds) : "–");
+  const top = ({ summary }) => (summary?.kernels.length ? summary.kernels : (summary?.operators ?? []))[0]?.name ?? "–";
+  const columns = [
+    { label: "Steps", head: true, cell: ({ profile }) => `${profile.step}–${profile.last_step}` },
+    { label: "Process", cell: ({ service }) => [service.service, service.problem ? h("p", { class: "small" }, `incomplete: ${service.problem}`) : null] },
+    { label: "Time", number: true, cell: ({ summary }) => seconds(summary?.seconds) },
+    { label: "Computes", number: true, cell: share("compute_seconds") },
+    { label: "Gaps in calls", number: true, cell: share("gap_seconds") },
+    { label: "Exposed communication", number: true, cell: share("exposed_communication_seconds") },
+    { label: "Most time", cell: (row) => h("code", {}, top(row).slice(0, 48)) },
+    { label: "Trace", cell: ({ profile, service }) => (service.file ? traceButton(run, profile.step, service) : "–") },
+  ];
+  return h(
+    "section",
+    { class: "panel padded stack", "data-section": "profiles" },
+    h("h3", {}, "Profiles"),
+    h("p", { class: "muted small" }, "Of quartet profile, newest first. Shares are of the time of the profile; in the rest, the process waited for calls."),
+    table({ caption: "Profiles", columns, rows, short: true }),
+  );
+}
+
+/** Return a button that saves a trace. A link could not send the token. */
+function traceButton(run, step, { file, bytes: size }) {
+  const save = async () => {
+    try {
+      const url = URL.createObjectURL(await api.trace(run, step, file));
+      h("a", { href: url, download: `step-${step}-${file}` }).click();
+      setTimeout(() => URL.revokeObjectURL(url), 10000);
+    } catch (problem) {
+      toastProblem(problem);
+    }
+  };
+  return h("button", { class: "button", type: "button", "aria-label": `Save the trace ${file} of step ${step}`, onclick: save }, bytes(size));
 }
 
 /** Return the card of a process. `generates`: the actor generates, so its engine is that of the run. */

@@ -1,4 +1,4 @@
-"""Operator commands of an active run: pause, resume, stop, save a checkpoint, roll back."""
+"""Operator commands of an active run: pause, resume, stop, save a checkpoint, roll back, profile."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import structlog
 
+from quartet.contract.profile import MAX_PROFILED_STEPS
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, StorageFailed
 from quartet.run_directory.checkpoints import checkpoint_folders, checkpoint_step, checkpoints_after
 from quartet.run_directory.run_files import RunFiles
@@ -18,7 +19,8 @@ log = structlog.get_logger()
 class RunControl:
     """Commands from any thread, carried out by the training thread between two steps.
 
-    A command is on disk before it is confirmed, so a restarted orchestrator still sees it.
+    A command is on disk before it is confirmed, so a restarted orchestrator still sees it. A profile is not: the services lose
+    what they have recorded, too, and the user asks again.
     """
 
     def __init__(self, files: RunFiles, persist: bool = True) -> None:
@@ -30,6 +32,7 @@ class RunControl:
         self._stopping, self._pausing, self._checkpoint = (word in words for word in ("stop", "pause", "checkpoint"))
         step = self._read(files.rolling_back).strip()
         self._rollback_step = int(step) if step.isdecimal() else 0
+        self._profile_steps, self._profiling = 0, False
         self._closed = False
 
     def stop(self) -> None:
@@ -84,6 +87,34 @@ class RunControl:
                     write_durably(self._files.rolling_back, f"{step}\n")
             self._rollback_step = step
             self._changed.notify_all()
+
+    def profile(self, steps: int) -> None:
+        """Profile the next ``steps`` steps. Raises InvalidRequest, and FailedPrecondition if a profile is under way."""
+        if not 1 <= steps <= MAX_PROFILED_STEPS:
+            raise InvalidRequest(f"steps {steps}: expected 1 to {MAX_PROFILED_STEPS}")
+        with self._changed:
+            self._check_open()
+            if self._profiling or self._profile_steps:
+                raise FailedPrecondition("a profile is under way already; wait until it is complete")
+            self._profile_steps = steps
+
+    @property
+    def profile_due(self) -> bool:
+        """True if a profile was requested that has not begun."""
+        with self._changed:
+            return self._profile_steps > 0
+
+    def take_profile_command(self) -> int:
+        """Return the number of steps of a requested profile, and 0 without one. It is under way until ``finish_profile``."""
+        with self._changed:
+            steps, self._profile_steps = self._profile_steps, 0
+            self._profiling = self._profiling or steps > 0
+            return steps
+
+    def finish_profile(self) -> None:
+        """Accept the next profile."""
+        with self._changed:
+            self._profiling = False
 
     @property
     def rollback_step(self) -> int:

@@ -202,6 +202,23 @@ def _send(command: str, run: str, name: str | None, token_file: Path | None, wai
     send(find_run(run, name, token_file), command, wait)
 
 
+@app.command()
+def profile(
+    run: RunOrURL,
+    steps: Annotated[int, typer.Option(min=1, max=10, help="Number of steps, from the next one on.")] = 2,
+    name: RunName = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Profile the next steps of an active run, and print where the time of actor, critic and generators went.
+
+    Waits until the steps are taken. The traces are saved with the run.
+    """
+    from quartet.cli.remote.profile import profile as request
+    from quartet.gateway.client import find_run
+
+    request(find_run(run, name, token_file), steps)
+
+
 @app.command("set")
 def change(
     run: RunOrURL,

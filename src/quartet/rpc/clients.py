@@ -24,6 +24,7 @@ from quartet.config.deployment import TimeoutsConfig
 from quartet.contract.arrays import FloatArray
 from quartet.contract.control import Progress, Setting, SettingChange
 from quartet.contract.generation import GenerationBatch
+from quartet.contract.profile import ProfileSummary
 from quartet.contract.status import GeneratorInfo, ProcessStatus, Role, ServiceStatus
 from quartet.contract.trajectory import Scores, TokenBatch
 from quartet.contract.update import (
@@ -46,6 +47,8 @@ from quartet.v1 import (
     generation_pb2_grpc,
     orchestrator_pb2,
     orchestrator_pb2_grpc,
+    profile_pb2,
+    profile_pb2_grpc,
     reference_pb2,
     reference_pb2_grpc,
     reward_pb2,
@@ -423,6 +426,10 @@ class OrchestratorClient:
         """Request a rollback to the checkpoint of ``step`` after the current step."""
         self._call(self._stub.RollBack, orchestrator_pb2.RollBackRequest(step=step), "RollBack")
 
+    def profile(self, steps: int) -> None:
+        """Request a profile of the next ``steps`` steps."""
+        self._call(self._stub.Profile, orchestrator_pb2.ProfileRequest(steps=steps), "Profile")
+
     def settings(self) -> list[Setting]:
         """Return the settings that can change during the run."""
         response = self._call(self._stub.GetSettings, orchestrator_pb2.GetSettingsRequest(), "GetSettings")
@@ -445,6 +452,35 @@ class OrchestratorClient:
 
     def _call(self, method: Any, request: Any, title: str) -> Any:
         return self._channel.call(method, request, self._timeout, title)
+
+
+class ProfileClient:
+    """Client of the profiles of one process."""
+
+    def __init__(self, role: Role, address: str, timeout: float, credentials: Credentials = LOCAL) -> None:
+        """``timeout``: seconds for each call, which waits for the work in progress."""
+        self._channel, self._timeout = ServiceChannel(role, address, credentials), timeout
+        self._stub = profile_pb2_grpc.ProfileServiceStub(self._channel.grpc_channel)
+
+    def start(self, profile: str) -> Future[None]:
+        """Start to start a profile. The result raises the error of the call."""
+        request = profile_pb2.StartProfileRequest(profile=profile)
+        return self._channel.start(self._stub.StartProfile, request, self._timeout, "StartProfile", lambda _: None)
+
+    def take(self, profile: str) -> Iterator[ProfileSummary | bytes | None]:
+        """End a profile. Yield None once it has ended, then its summary and the chunks of its trace."""
+        request = profile_pb2.TakeProfileRequest(profile=profile)
+        with closing(self._channel.stream(self._stub.TakeProfile, request, "TakeProfile", self._timeout)) as responses:
+            for response in responses:
+                part = response.WhichOneof("part")
+                if part == "summary":
+                    yield from_message(ProfileSummary, response.summary, "summary")
+                else:
+                    yield response.chunk if part else None
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()
 
 
 class WeightClient:

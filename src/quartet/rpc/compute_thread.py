@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
 from quartet.errors import Cancelled, DeadlinePassed, EngineFailed, ServiceBusy
@@ -82,6 +82,8 @@ class ComputeThread:
         self._stall_seconds, self._on_idle = stall_seconds, on_idle
         self.failure = ""
         """Error that only a restart of this process can repair: the engine of a generation has died, or is stuck."""
+        self.around: Callable[[str], AbstractContextManager[object]] = nullcontext
+        """Function that returns the context in which the thread does each work, by its kind."""
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
         self._running: tuple[str, CallerState] | None = None
@@ -168,7 +170,8 @@ class ComputeThread:
             self._running, self._started = (kind, state), start
             try:
                 state.poll()
-                return work(state.poll)
+                with self.around(kind):
+                    return work(state.poll)
             except EngineFailed as error:
                 self.failure = str(error)
                 raise

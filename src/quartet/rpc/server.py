@@ -181,14 +181,15 @@ class Server:
         bind_seconds: float = 0.0,
         limits: CallLimits | None = None,
         devices: Callable[[], tuple[DeviceReading, ...]] = tuple,
+        register: Callable[[grpc.Server], None] = lambda server: None,
     ) -> None:
         """Bind and start.
 
         ``metrics_address`` is part of the status. ``health_listen``: HOST:PORT of a separate listener for health checks.
         ``allowed``: the processes that may call each method. ``bind_seconds``: time to wait for a port that is in use.
         ``limits`` default to those of a service of one run. ``devices`` returns the readings of the process's devices at once.
-        Raises ConfigError if an address is taken or invalid, or is not loopback without certificates and without
-        ``allow_plaintext``.
+        ``register`` adds further services of the process. Raises ConfigError if an address is taken or invalid, or is not
+        loopback without certificates and without ``allow_plaintext``.
         """
         limits = limits or CallLimits()
         if not credentials.encrypted:
@@ -207,6 +208,7 @@ class Server:
         )
         for role in roles:
             role.register(self._server)
+        register(self._server)
         host = listen.rpartition(":")[0]
         deadline = time.monotonic() + bind_seconds
         while (port := credentials.listen(self._server, listen)) == 0 and time.monotonic() < deadline:

@@ -32,6 +32,9 @@ from quartet.system.durable_files import storage_errors, write_durably
 
 NO_SETS: Mapping[str, Iterable[dict[str, Any]]] = MappingProxyType({})
 
+PROFILE_SUMMARY = "summary.json"
+"""Name of the file that completes a profile, in its folder below ``profiles/``."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
@@ -88,6 +91,7 @@ class RunFiles:
         self.tokens = root / "tokens"
         self.tokenizer = root / "tokenizer"
         self.timeline = root / "timeline.jsonl"
+        self.profiles = root / "profiles"
         self.tensorboard = root / "tensorboard"
         self.changes = root / "changes.jsonl"
         self.audit = root / "audit.jsonl"

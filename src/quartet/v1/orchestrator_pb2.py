@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dquartet/v1/orchestrator.proto\x12\nquartet.v1\"V\n\x05\x41lert\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\r\n\x05guard\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x03 \x01(\t\x12\x10\n\x08\x65vidence\x18\x04 \x01(\t\x12\x0e\n\x06remedy\x18\x05 \x01(\t\"\x91\x03\n\x08Progress\x12\x0b\n\x03run\x18\x01 \x01(\t\x12#\n\x05state\x18\x02 \x01(\x0e\x32\x14.quartet.v1.RunState\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x04\x12\r\n\x05phase\x18\x05 \x01(\t\x12\x12\n\nnum_scored\x18\x06 \x01(\x04\x12\x14\n\x0cnum_expected\x18\x07 \x01(\x04\x12\x32\n\x07metrics\x18\x08 \x03(\x0b\x32!.quartet.v1.Progress.MetricsEntry\x12\r\n\x05\x65rror\x18\t \x01(\t\x12\x11\n\texit_code\x18\n \x01(\x05\x12\r\n\x05notes\x18\x0b \x03(\t\x12!\n\x06\x61lerts\x18\x0c \x03(\x0b\x32\x11.quartet.v1.Alert\x12\x12\n\nrecoveries\x18\r \x01(\x04\x12\x14\n\x0cnotes_before\x18\x0e \x01(\x04\x12\x15\n\ralerts_before\x18\x0f \x01(\x04\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x14\n\x12GetProgressRequest\"=\n\x13GetProgressResponse\x12&\n\x08progress\x18\x01 \x01(\x0b\x32\x14.quartet.v1.Progress\"*\n\x14WatchProgressRequest\x12\x12\n\nafter_step\x18\x01 \x01(\x04\"?\n\x15WatchProgressResponse\x12&\n\x08progress\x18\x01 \x01(\x0b\x32\x14.quartet.v1.Progress\"\r\n\x0bStopRequest\"\x0e\n\x0cStopResponse\"\x0e\n\x0cPauseRequest\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\x13\n\x11\x43heckpointRequest\"\x14\n\x12\x43heckpointResponse\"\x1f\n\x0fRollBackRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\"\x12\n\x10RollBackResponse\"A\n\x07Setting\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0b\n\x03low\x18\x03 \x01(\x01\x12\x0c\n\x04high\x18\x04 \x01(\x01\"`\n\x06\x43hange\x12\x0f\n\x07setting\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\x01\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\x01\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x0c\n\x04user\x18\x05 \x01(\t\x12\n\n\x02\x61t\x18\x06 \x01(\x01\"\x14\n\x12GetSettingsRequest\"<\n\x13GetSettingsResponse\x12%\n\x08settings\x18\x01 \x03(\x0b\x32\x13.quartet.v1.Setting\"\x93\x01\n\x15\x43hangeSettingsRequest\x12=\n\x06values\x18\x01 \x03(\x0b\x32-.quartet.v1.ChangeSettingsRequest.ValuesEntry\x12\x0c\n\x04user\x18\x02 \x01(\t\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"=\n\x16\x43hangeSettingsResponse\x12#\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x12.quartet.v1.Change\"m\n\tGenerator\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.quartet.v1.GeneratorState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x14\n\x0ctrajectories\x18\x04 \x01(\r\"\x16\n\x14GetGeneratorsRequest\"B\n\x15GetGeneratorsResponse\x12)\n\ngenerators\x18\x01 \x03(\x0b\x32\x15.quartet.v1.Generator*\xca\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x16\n\x12RUN_STATE_TRAINING\x10\x02\x12\x16\n\x12RUN_STATE_FINISHED\x10\x03\x12\x15\n\x11RUN_STATE_STOPPED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x12\x14\n\x10RUN_STATE_PAUSED\x10\x06\x12\x18\n\x14RUN_STATE_RECOVERING\x10\x07*\x83\x01\n\x0eGeneratorState\x12\x1f\n\x1bGENERATOR_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15GENERATOR_STATE_READY\x10\x01\x12\x18\n\x14GENERATOR_STATE_LOST\x10\x02\x12\x1b\n\x17GENERATOR_STATE_REFUSED\x10\x03\x32\x8a\x06\n\x13OrchestratorService\x12N\n\x0bGetProgress\x12\x1e.quartet.v1.GetProgressRequest\x1a\x1f.quartet.v1.GetProgressResponse\x12V\n\rWatchProgress\x12 .quartet.v1.WatchProgressRequest\x1a!.quartet.v1.WatchProgressResponse0\x01\x12\x39\n\x04Stop\x12\x17.quartet.v1.StopRequest\x1a\x18.quartet.v1.StopResponse\x12<\n\x05Pause\x12\x18.quartet.v1.PauseRequest\x1a\x19.quartet.v1.PauseResponse\x12?\n\x06Resume\x12\x19.quartet.v1.ResumeRequest\x1a\x1a.quartet.v1.ResumeResponse\x12K\n\nCheckpoint\x12\x1d.quartet.v1.CheckpointRequest\x1a\x1e.quartet.v1.CheckpointResponse\x12\x45\n\x08RollBack\x12\x1b.quartet.v1.RollBackRequest\x1a\x1c.quartet.v1.RollBackResponse\x12N\n\x0bGetSettings\x12\x1e.quartet.v1.GetSettingsRequest\x1a\x1f.quartet.v1.GetSettingsResponse\x12W\n\x0e\x43hangeSettings\x12!.quartet.v1.ChangeSettingsRequest\x1a\".quartet.v1.ChangeSettingsResponse\x12T\n\rGetGenerators\x12 .quartet.v1.GetGeneratorsRequest\x1a!.quartet.v1.GetGeneratorsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dquartet/v1/orchestrator.proto\x12\nquartet.v1\"V\n\x05\x41lert\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\r\n\x05guard\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x03 \x01(\t\x12\x10\n\x08\x65vidence\x18\x04 \x01(\t\x12\x0e\n\x06remedy\x18\x05 \x01(\t\"\x91\x03\n\x08Progress\x12\x0b\n\x03run\x18\x01 \x01(\t\x12#\n\x05state\x18\x02 \x01(\x0e\x32\x14.quartet.v1.RunState\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x04\x12\r\n\x05phase\x18\x05 \x01(\t\x12\x12\n\nnum_scored\x18\x06 \x01(\x04\x12\x14\n\x0cnum_expected\x18\x07 \x01(\x04\x12\x32\n\x07metrics\x18\x08 \x03(\x0b\x32!.quartet.v1.Progress.MetricsEntry\x12\r\n\x05\x65rror\x18\t \x01(\t\x12\x11\n\texit_code\x18\n \x01(\x05\x12\r\n\x05notes\x18\x0b \x03(\t\x12!\n\x06\x61lerts\x18\x0c \x03(\x0b\x32\x11.quartet.v1.Alert\x12\x12\n\nrecoveries\x18\r \x01(\x04\x12\x14\n\x0cnotes_before\x18\x0e \x01(\x04\x12\x15\n\ralerts_before\x18\x0f \x01(\x04\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x14\n\x12GetProgressRequest\"=\n\x13GetProgressResponse\x12&\n\x08progress\x18\x01 \x01(\x0b\x32\x14.quartet.v1.Progress\"*\n\x14WatchProgressRequest\x12\x12\n\nafter_step\x18\x01 \x01(\x04\"?\n\x15WatchProgressResponse\x12&\n\x08progress\x18\x01 \x01(\x0b\x32\x14.quartet.v1.Progress\"\r\n\x0bStopRequest\"\x0e\n\x0cStopResponse\"\x0e\n\x0cPauseRequest\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\x13\n\x11\x43heckpointRequest\"\x14\n\x12\x43heckpointResponse\"\x1f\n\x0fRollBackRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\"\x12\n\x10RollBackResponse\"\x1f\n\x0eProfileRequest\x12\r\n\x05steps\x18\x01 \x01(\r\"\x11\n\x0fProfileResponse\"A\n\x07Setting\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0b\n\x03low\x18\x03 \x01(\x01\x12\x0c\n\x04high\x18\x04 \x01(\x01\"`\n\x06\x43hange\x12\x0f\n\x07setting\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\x01\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\x01\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x0c\n\x04user\x18\x05 \x01(\t\x12\n\n\x02\x61t\x18\x06 \x01(\x01\"\x14\n\x12GetSettingsRequest\"<\n\x13GetSettingsResponse\x12%\n\x08settings\x18\x01 \x03(\x0b\x32\x13.quartet.v1.Setting\"\x93\x01\n\x15\x43hangeSettingsRequest\x12=\n\x06values\x18\x01 \x03(\x0b\x32-.quartet.v1.ChangeSettingsRequest.ValuesEntry\x12\x0c\n\x04user\x18\x02 \x01(\t\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"=\n\x16\x43hangeSettingsResponse\x12#\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x12.quartet.v1.Change\"m\n\tGenerator\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.quartet.v1.GeneratorState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x14\n\x0ctrajectories\x18\x04 \x01(\r\"\x16\n\x14GetGeneratorsRequest\"B\n\x15GetGeneratorsResponse\x12)\n\ngenerators\x18\x01 \x03(\x0b\x32\x15.quartet.v1.Generator*\xca\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x16\n\x12RUN_STATE_TRAINING\x10\x02\x12\x16\n\x12RUN_STATE_FINISHED\x10\x03\x12\x15\n\x11RUN_STATE_STOPPED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x12\x14\n\x10RUN_STATE_PAUSED\x10\x06\x12\x18\n\x14RUN_STATE_RECOVERING\x10\x07*\x83\x01\n\x0eGeneratorState\x12\x1f\n\x1bGENERATOR_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15GENERATOR_STATE_READY\x10\x01\x12\x18\n\x14GENERATOR_STATE_LOST\x10\x02\x12\x1b\n\x17GENERATOR_STATE_REFUSED\x10\x03\x32\xce\x06\n\x13OrchestratorService\x12N\n\x0bGetProgress\x12\x1e.quartet.v1.GetProgressRequest\x1a\x1f.quartet.v1.GetProgressResponse\x12V\n\rWatchProgress\x12 .quartet.v1.WatchProgressRequest\x1a!.quartet.v1.WatchProgressResponse0\x01\x12\x39\n\x04Stop\x12\x17.quartet.v1.StopRequest\x1a\x18.quartet.v1.StopResponse\x12<\n\x05Pause\x12\x18.quartet.v1.PauseRequest\x1a\x19.quartet.v1.PauseResponse\x12?\n\x06Resume\x12\x19.quartet.v1.ResumeRequest\x1a\x1a.quartet.v1.ResumeResponse\x12K\n\nCheckpoint\x12\x1d.quartet.v1.CheckpointRequest\x1a\x1e.quartet.v1.CheckpointResponse\x12\x45\n\x08RollBack\x12\x1b.quartet.v1.RollBackRequest\x1a\x1c.quartet.v1.RollBackResponse\x12\x42\n\x07Profile\x12\x1a.quartet.v1.ProfileRequest\x1a\x1b.quartet.v1.ProfileResponse\x12N\n\x0bGetSettings\x12\x1e.quartet.v1.GetSettingsRequest\x1a\x1f.quartet.v1.GetSettingsResponse\x12W\n\x0e\x43hangeSettings\x12!.quartet.v1.ChangeSettingsRequest\x1a\".quartet.v1.ChangeSettingsResponse\x12T\n\rGetGenerators\x12 .quartet.v1.GetGeneratorsRequest\x1a!.quartet.v1.GetGeneratorsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROGRESS_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_CHANGESETTINGSREQUEST_VALUESENTRY']._loaded_options = None
   _globals['_CHANGESETTINGSREQUEST_VALUESENTRY']._serialized_options = b'8\001'
-  _globals['_RUNSTATE']._serialized_start=1592
-  _globals['_RUNSTATE']._serialized_end=1794
-  _globals['_GENERATORSTATE']._serialized_start=1797
-  _globals['_GENERATORSTATE']._serialized_end=1928
+  _globals['_RUNSTATE']._serialized_start=1644
+  _globals['_RUNSTATE']._serialized_end=1846
+  _globals['_GENERATORSTATE']._serialized_start=1849
+  _globals['_GENERATORSTATE']._serialized_end=1980
   _globals['_ALERT']._serialized_start=45
   _globals['_ALERT']._serialized_end=131
   _globals['_PROGRESS']._serialized_start=134
@@ -73,26 +73,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLLBACKREQUEST']._serialized_end=904
   _globals['_ROLLBACKRESPONSE']._serialized_start=906
   _globals['_ROLLBACKRESPONSE']._serialized_end=924
-  _globals['_SETTING']._serialized_start=926
-  _globals['_SETTING']._serialized_end=991
-  _globals['_CHANGE']._serialized_start=993
-  _globals['_CHANGE']._serialized_end=1089
-  _globals['_GETSETTINGSREQUEST']._serialized_start=1091
-  _globals['_GETSETTINGSREQUEST']._serialized_end=1111
-  _globals['_GETSETTINGSRESPONSE']._serialized_start=1113
-  _globals['_GETSETTINGSRESPONSE']._serialized_end=1173
-  _globals['_CHANGESETTINGSREQUEST']._serialized_start=1176
-  _globals['_CHANGESETTINGSREQUEST']._serialized_end=1323
-  _globals['_CHANGESETTINGSREQUEST_VALUESENTRY']._serialized_start=1278
-  _globals['_CHANGESETTINGSREQUEST_VALUESENTRY']._serialized_end=1323
-  _globals['_CHANGESETTINGSRESPONSE']._serialized_start=1325
-  _globals['_CHANGESETTINGSRESPONSE']._serialized_end=1386
-  _globals['_GENERATOR']._serialized_start=1388
-  _globals['_GENERATOR']._serialized_end=1497
-  _globals['_GETGENERATORSREQUEST']._serialized_start=1499
-  _globals['_GETGENERATORSREQUEST']._serialized_end=1521
-  _globals['_GETGENERATORSRESPONSE']._serialized_start=1523
-  _globals['_GETGENERATORSRESPONSE']._serialized_end=1589
-  _globals['_ORCHESTRATORSERVICE']._serialized_start=1931
-  _globals['_ORCHESTRATORSERVICE']._serialized_end=2709
+  _globals['_PROFILEREQUEST']._serialized_start=926
+  _globals['_PROFILEREQUEST']._serialized_end=957
+  _globals['_PROFILERESPONSE']._serialized_start=959
+  _globals['_PROFILERESPONSE']._serialized_end=976
+  _globals['_SETTING']._serialized_start=978
+  _globals['_SETTING']._serialized_end=1043
+  _globals['_CHANGE']._serialized_start=1045
+  _globals['_CHANGE']._serialized_end=1141
+  _globals['_GETSETTINGSREQUEST']._serialized_start=1143
+  _globals['_GETSETTINGSREQUEST']._serialized_end=1163
+  _globals['_GETSETTINGSRESPONSE']._serialized_start=1165
+  _globals['_GETSETTINGSRESPONSE']._serialized_end=1225
+  _globals['_CHANGESETTINGSREQUEST']._serialized_start=1228
+  _globals['_CHANGESETTINGSREQUEST']._serialized_end=1375
+  _globals['_CHANGESETTINGSREQUEST_VALUESENTRY']._serialized_start=1330
+  _globals['_CHANGESETTINGSREQUEST_VALUESENTRY']._serialized_end=1375
+  _globals['_CHANGESETTINGSRESPONSE']._serialized_start=1377
+  _globals['_CHANGESETTINGSRESPONSE']._serialized_end=1438
+  _globals['_GENERATOR']._serialized_start=1440
+  _globals['_GENERATOR']._serialized_end=1549
+  _globals['_GETGENERATORSREQUEST']._serialized_start=1551
+  _globals['_GETGENERATORSREQUEST']._serialized_end=1573
+  _globals['_GETGENERATORSRESPONSE']._serialized_start=1575
+  _globals['_GETGENERATORSRESPONSE']._serialized_end=1641
+  _globals['_ORCHESTRATORSERVICE']._serialized_start=1983
+  _globals['_ORCHESTRATORSERVICE']._serialized_end=2829
 # @@protoc_insertion_point(module_scope)

@@ -70,6 +70,11 @@ class OrchestratorServiceStub:
                 request_serializer=quartet_dot_v1_dot_orchestrator__pb2.RollBackRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_orchestrator__pb2.RollBackResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/quartet.v1.OrchestratorService/Profile',
+                request_serializer=quartet_dot_v1_dot_orchestrator__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_orchestrator__pb2.ProfileResponse.FromString,
+                _registered_method=True)
         self.GetSettings = channel.unary_unary(
                 '/quartet.v1.OrchestratorService/GetSettings',
                 request_serializer=quartet_dot_v1_dot_orchestrator__pb2.GetSettingsRequest.SerializeToString,
@@ -140,6 +145,13 @@ class OrchestratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Profiles the next steps. The profile is saved with the run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetSettings(self, request, context):
         """Returns the settings that can change during the run.
         """
@@ -198,6 +210,11 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
                     servicer.RollBack,
                     request_deserializer=quartet_dot_v1_dot_orchestrator__pb2.RollBackRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_orchestrator__pb2.RollBackResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=quartet_dot_v1_dot_orchestrator__pb2.ProfileRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_orchestrator__pb2.ProfileResponse.SerializeToString,
             ),
             'GetSettings': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSettings,
@@ -405,6 +422,33 @@ class OrchestratorService:
             '/quartet.v1.OrchestratorService/RollBack',
             quartet_dot_v1_dot_orchestrator__pb2.RollBackRequest.SerializeToString,
             quartet_dot_v1_dot_orchestrator__pb2.RollBackResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.OrchestratorService/Profile',
+            quartet_dot_v1_dot_orchestrator__pb2.ProfileRequest.SerializeToString,
+            quartet_dot_v1_dot_orchestrator__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

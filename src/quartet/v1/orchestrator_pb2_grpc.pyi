@@ -47,6 +47,8 @@ class OrchestratorServiceStub:
     """Saves a checkpoint after the current step."""
     RollBack: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.RollBackRequest, _orchestrator_pb2.RollBackResponse]
     """Rolls back to a checkpoint after the current step and discards the later steps."""
+    Profile: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ProfileRequest, _orchestrator_pb2.ProfileResponse]
+    """Profiles the next steps. The profile is saved with the run."""
     GetSettings: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetSettingsRequest, _orchestrator_pb2.GetSettingsResponse]
     """Returns the settings that can change during the run."""
     ChangeSettings: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ChangeSettingsRequest, _orchestrator_pb2.ChangeSettingsResponse]
@@ -73,6 +75,8 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     """Saves a checkpoint after the current step."""
     RollBack: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.RollBackRequest, _orchestrator_pb2.RollBackResponse]  # type: ignore[assignment]
     """Rolls back to a checkpoint after the current step and discards the later steps."""
+    Profile: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ProfileRequest, _orchestrator_pb2.ProfileResponse]  # type: ignore[assignment]
+    """Profiles the next steps. The profile is saved with the run."""
     GetSettings: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetSettingsRequest, _orchestrator_pb2.GetSettingsResponse]  # type: ignore[assignment]
     """Returns the settings that can change during the run."""
     ChangeSettings: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ChangeSettingsRequest, _orchestrator_pb2.ChangeSettingsResponse]  # type: ignore[assignment]
@@ -138,6 +142,14 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.RollBackResponse, _abc.Awaitable[_orchestrator_pb2.RollBackResponse]]:
         """Rolls back to a checkpoint after the current step and discards the later steps."""
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _orchestrator_pb2.ProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.ProfileResponse, _abc.Awaitable[_orchestrator_pb2.ProfileResponse]]:
+        """Profiles the next steps. The profile is saved with the run."""
 
     @_abc_1.abstractmethod
     def GetSettings(

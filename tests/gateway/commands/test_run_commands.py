@@ -48,6 +48,28 @@ def test_a_run_pauses_and_resumes(active: ActiveRun, gateway: Gateway) -> None:
     assert [command for command, _, outcome in audit(active) if outcome == "accepted"][-2:] == ["pause", "resume"]
 
 
+def test_a_profile_is_recorded_and_listed_and_says_which_services_cannot_profile(
+    active: ActiveRun, gateway: Gateway
+) -> None:
+    """The services of this run, which share a process, do not profile."""
+    step = active.board.current().step
+    response = gateway.client.post("/runs/commanded/profile", json={"steps": 2})
+    assert (response.status_code, response.json()["detail"]) == (202, "run commanded profiles the next 2 steps")
+    [profile] = eventually(lambda: gateway.client.get("/runs/commanded/profiles").json(), bool)
+    assert profile["step"] > step
+    assert profile["last_step"] == profile["step"] + 1
+    assert [service["service"] for service in profile["services"]] == ["actor", "critic"]
+    assert all(service["problem"] and service["file"] is None for service in profile["services"])
+    assert audit(active)[-1] == ("profile", {"steps": 2}, "accepted")
+
+
+@pytest.mark.parametrize("steps", [0, 11, 1.5, "2"])
+def test_a_profile_of_a_wrong_number_of_steps_is_refused(gateway: Gateway, steps: object) -> None:
+    response = gateway.client.post("/runs/commanded/profile", json={"steps": steps})
+    assert response.status_code == 422
+    assert response.json()["fields"][0]["field"] == "body.steps"
+
+
 def test_a_changed_setting_applies_to_the_next_step(active: ActiveRun, gateway: Gateway) -> None:
     step = pause(active, gateway)
     bounds = {item["name"]: item for item in gateway.client.get("/runs/commanded/settings").json()["settings"]}

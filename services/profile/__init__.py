@@ -1,0 +1,1 @@
+"""Profiles of a process: its operators, kernels and gaps during some steps."""

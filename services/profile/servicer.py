@@ -1,0 +1,93 @@
+"""ProfileService of a process: records its compute thread, and streams the trace with a summary."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from quartet.codec.messages import to_message
+from quartet.errors import FailedPrecondition
+from quartet.models.operator_profile import OperatorProfile
+from quartet.rpc.compute_thread import ComputeThread
+from quartet.telemetry.trace_summary import summarise
+from quartet.v1 import profile_pb2, profile_pb2_grpc
+
+log = structlog.get_logger()
+
+CHUNK_BYTES = 1024 * 1024
+MAX_TRACE_BYTES = 512 * 1024 * 1024
+"""Largest compressed trace that is sent. Of a larger one, only the summary is."""
+MAX_SECONDS = 600.0
+"""Time after which a profile ends by itself, before the next call: events take memory, and the orchestrator may have died."""
+
+
+class ProfileServicer(profile_pb2_grpc.ProfileServiceServicer):
+    """ProfileService of a process whose model work runs on ``compute``."""
+
+    def __init__(self, compute: ComputeThread) -> None:
+        self._compute = compute
+        compute.around = self._around
+        # Only the compute thread changes them.
+        self._profile: OperatorProfile | None = None
+        self._name, self._is_cut_off = "", False
+
+    def register(self, server: grpc.Server) -> None:
+        """Add this servicer to a server."""
+        profile_pb2_grpc.add_ProfileServiceServicer_to_server(self, server)
+
+    def StartProfile(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Start a profile after the work in progress. It replaces one that is under way."""
+        self._compute.run("profile", context, lambda _: self._start(request.profile))
+        return profile_pb2.StartProfileResponse()
+
+    def TakeProfile(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        """End a profile after the work in progress. Yield that it has ended, its summary, then its trace."""
+        profile, cut_off = self._compute.run("profile", context, lambda _: self._end(request.profile))
+        yield profile_pb2.TakeProfileResponse()
+        summary = summarise(profile.events(), profile.seconds, cut_off)
+        yield to_message(profile_pb2.TakeProfileResponse, summary=summary)
+        with tempfile.TemporaryDirectory(prefix="quartet-profile-") as folder:
+            path = Path(folder, "trace.json.gz")
+            profile.write(path)
+            if (size := path.stat().st_size) > MAX_TRACE_BYTES:
+                log.warning("trace not sent", bytes=size, limit=MAX_TRACE_BYTES)
+                return
+            with path.open("rb") as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    yield profile_pb2.TakeProfileResponse(chunk=chunk)
+
+    def _start(self, name: str) -> None:
+        if self._profile is not None and not self._is_cut_off:
+            self._profile.stop()
+        self._profile, self._name, self._is_cut_off = OperatorProfile(), name, False
+        log.info("profile started", profile=name)
+
+    def _end(self, name: str) -> tuple[OperatorProfile, bool]:
+        profile, cut_off = self._profile, self._is_cut_off
+        if profile is None or name != self._name:
+            raise FailedPrecondition(
+                f"profile {name}: not under way in this process, which has been restarted or has another one"
+            )
+        if not cut_off:
+            profile.stop()
+        self._profile = None
+        log.info("profile ended", profile=name, seconds=profile.seconds)
+        return profile, cut_off
+
+    def _around(self, kind: str) -> AbstractContextManager[object]:
+        """Return the context of a call on the compute thread."""
+        profile = self._profile
+        if profile is None or self._is_cut_off or kind == "profile":
+            return nullcontext()
+        if profile.running_seconds() > MAX_SECONDS:
+            profile.stop()
+            self._is_cut_off = True
+            log.warning("profile ended: it has reached its limit", profile=self._name, seconds=profile.seconds)
+            return nullcontext()
+        return profile.work(kind)
