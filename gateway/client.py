@@ -276,7 +276,9 @@ class Api:
             # The gateway left its file behind, so it was killed. It may be restarted.
             another = _how_to_open_another(target.files.root)
             return ServiceUnavailable(f"{message}; try again. If the run continues without it, {another}")
-        return ServiceUnavailable(f"{message}; the run may have ended")
+        return ServiceUnavailable(
+            f"{message}; the run may have ended, or a kubectl port-forward leads to a pod that is gone: start another one"
+        )
 
     def _refused(self, response: httpx2.Response) -> QuartetError:
         """Convert an error response of the gateway."""

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from quartet.buffer.embedded_redis import find_server
-from quartet.rpc.health import is_serving
+from quartet.rpc.health import problem
 from quartet.system.child_processes import tied_to_parent
 from tests.e2e.commands import QUARTET, Command
 from tests.e2e.conftest import Run, step_metrics, weights
@@ -116,7 +116,7 @@ def test_separately_started_processes_give_the_same_result_as_quartet_train(
     orchestrator = start_process("quartet.services", "orchestrator")
     for role, command in services.items():
         command.wait_for(lambda command=command: "event='ready'" in command.err)
-        assert is_serving(tree["services"][role]["health_listen"])
+        assert not problem(tree["services"][role]["health_listen"])
     url = gateway.wait_for(lambda: re.search(r"https://127\.0\.0\.1:(\d+)", gateway.out))
     api = Api(int(url[1]), tmp_path)
     orchestrator.wait_for(lambda: api.request("POST", "/pause")[0] == 202)

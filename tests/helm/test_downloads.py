@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -121,6 +122,19 @@ def test_the_orchestrator_waits_for_the_files_of_the_config_so_that_its_attempts
     (tmp_path / "data").mkdir()
     (tmp_path / "data/prompts.jsonl").touch()
     assert subprocess.run(command, cwd=tmp_path, check=True, timeout=LIMIT, capture_output=True).stdout == b""
+
+
+@pytest.mark.parametrize("page", ["helm/quartet/README.md", "helm/quartet/templates/_storage.tpl"])
+def test_the_documented_copy_has_no_folder_that_belongs_to_root(page: str, tmp_path: Path) -> None:
+    """Its extraction would change the mode of such a folder, which fails in the pod."""
+    text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+    (create,) = re.findall(r"(tar --create .*?) \|", text)
+    assert re.findall(r"tar --extract.*? --directory \S+", text) == ["tar --extract --directory /quartet"]
+    for file in ("models/policy/config.json", "data/prompts.jsonl"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("{}", encoding="utf-8")
+    listed = subprocess.run(["/bin/sh", "-c", f"{create} | tar --list"], cwd=tmp_path, capture_output=True, text=True)
+    assert listed.stdout.split() == ["models/policy/", "models/policy/config.json", "data/prompts.jsonl"]
 
 
 def test_the_loader_changes_no_pod_of_the_run() -> None:

@@ -21,7 +21,7 @@ from quartet import __version__, v1
 from quartet.config.deployment import SecurityConfig
 from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import AccessRefused, ConfigError, ServiceUnavailable
-from quartet.rpc.health import is_serving
+from quartet.rpc.health import problem
 from quartet.rpc.security.allow_list import CALLERS, GATEWAY, OPERATOR, PROCESSES, PROMETHEUS, RANK_CALLERS, REDIS
 from quartet.rpc.security.certificates import Authority
 from quartet.rpc.security.credentials import Credentials
@@ -241,7 +241,7 @@ def test_the_health_port_serves_only_health_checks(folder: Path) -> None:
     server = Server([AllServices()], "127.0.0.1:0", credentials, health_listen="127.0.0.1:0")
     assert server.health_address is not None
     try:
-        assert is_serving(server.health_address)
+        assert not problem(server.health_address)
         with grpc.insecure_channel(server.health_address) as channel:
             statuses = {method: code(channel, method) for method in CALLERS}
         assert statuses.pop("grpc.health.v1.Health/Check") is grpc.StatusCode.OK
@@ -250,7 +250,9 @@ def test_the_health_port_serves_only_health_checks(folder: Path) -> None:
         assert subprocess.run(command, timeout=30, check=False).returncode == 0
     finally:
         server.stop(0)
-    assert subprocess.run(command, timeout=30, check=False).returncode == 1
+    gone = subprocess.run(command, timeout=30, check=False, capture_output=True, text=True)
+    assert gone.returncode == 1
+    assert gone.stderr.startswith(f"error: health {server.health_address}: no response: UNAVAILABLE: ")
 
 
 @pytest.mark.parametrize("missing", ["tls.crt", "tls.key", "ca.crt"])
@@ -322,7 +324,7 @@ def test_incomplete_health_requests_do_not_block_probes(folder: Path) -> None:
         with grpc.insecure_channel(server.health_address) as channel:
             check = channel.stream_unary("/grpc.health.v1.Health/Check")
             pending = [check.future(unfinished(), timeout=60) for _ in range(8)]
-            assert is_serving(server.health_address)
+            assert not problem(server.health_address)
             for call in pending:
                 call.cancel()
     finally:

@@ -121,8 +121,8 @@ Pods wait until these files are downloaded: {{ keys .Values.downloads.sources | 
 {{- if .Values.loader.enabled }}
 To copy the folders models and data of your machine into the volumes, and to remove the loader:
 
-  tar --create models data | kubectl --namespace {{ $namespace }} exec --stdin deployment/{{ $fullname }}-loader -- \
-    tar --extract --no-overwrite-dir --directory /quartet
+  tar --create models/* data/* | kubectl --namespace {{ $namespace }} exec --stdin deployment/{{ $fullname }}-loader -- \
+    tar --extract --directory /quartet
   helm --namespace {{ $namespace }} upgrade {{ .Release.Name }} CHART --reuse-values --set loader.enabled=false
 {{ end -}}
 {{- range $component := include "quartet.components" . | fromJson -}}

@@ -1,6 +1,7 @@
 """Health checks: a plaintext listener for probes without a certificate, and a command that checks it.
 
-``python -m quartet.rpc.health HOST:PORT`` exits with status 0 if the process there reports itself as serving, else with 1.
+``python -m quartet.rpc.health HOST:PORT`` exits with status 0 if the process there reports itself as serving, else with 1 and the
+reason on standard error.
 """
 
 from __future__ import annotations
@@ -87,18 +88,23 @@ class HealthListener:
         self._server.stop(grace=None).wait()
 
 
-def is_serving(address: str) -> bool:
-    """Return whether the process with the health listener at HOST:PORT reports itself as serving."""
+def problem(address: str) -> str:
+    """Return why the process with the health listener at HOST:PORT does not serve; "" if it does."""
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT)
-        except grpc.RpcError:
-            return False
-    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+        except grpc.RpcError as error:
+            return f"no response: {error.code().name}: {error.details()}"
+    if response.status == health_pb2.HealthCheckResponse.SERVING:
+        return ""
+    name = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+    return f"reports {name}: it loads its model or ends; see its log"
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not sys.argv[1].rpartition(":")[2].isdecimal():
         print("error: expected one argument: the HOST:PORT of a health listener", file=sys.stderr)
         sys.exit(2)
-    sys.exit(0 if is_serving(sys.argv[1]) else 1)
+    if reason := problem(sys.argv[1]):
+        print(f"error: health {sys.argv[1]}: {reason}", file=sys.stderr)
+        sys.exit(1)

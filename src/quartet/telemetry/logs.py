@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ class _Lines(structlog.PrintLogger):
 def _processors(role: str) -> list[Any]:
     def with_role(_: Any, __: str, event: Any) -> Any:
         event["role"] = role
-        return event
+        # The renderer would print the repr of a member.
+        return {key: value.value if isinstance(value, Enum) else value for key, value in event.items()}
 
     return [
         with_role,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import structlog
 
+from quartet.contract.status import Role
 from quartet.telemetry.logs import configure_logs, file_log
 
 FULL = Path("/dev/full")
@@ -28,6 +29,12 @@ def test_a_line_has_time_level_role_and_event(level: str, capsys: pytest.Capture
     shown = "error" if level == "exception" else level
     assert f"level='{shown}' role='actor' event='saved' step=20" in capsys.readouterr().err
     assert f"level='{shown}' role='launcher' event='restarted' attempt=2" in (tmp_path / "log").read_text()
+
+
+def test_a_role_is_shown_as_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("tests")
+    structlog.get_logger().info("waiting for a service", service=Role.ACTOR)
+    assert capsys.readouterr().err.endswith("event='waiting for a service' service='actor'\n")
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
