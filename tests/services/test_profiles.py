@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,12 +122,34 @@ def test_a_new_profile_replaces_that_of_an_orchestrator_that_has_died(service: S
     assert next(client.take("step-7")) is None
 
 
+LIMITS: dict[str, Any] = {"MAX_SECONDS": 0.0, "resident_bytes": lambda: 2**50}
+
+
+@pytest.mark.parametrize("limit", ["MAX_SECONDS", "resident_bytes"])
+@pytest.mark.parametrize("in_a_call", [False, True])
 def test_a_profile_ends_by_itself_at_its_limit(
-    service: Service, client: ProfileClient, monkeypatch: pytest.MonkeyPatch
+    service: Service, client: ProfileClient, monkeypatch: pytest.MonkeyPatch, limit: str, in_a_call: bool
 ) -> None:
+    monkeypatch.setattr(profile_servicer, "CHECK_SECONDS", 0.0)
     client.start("step-1").result()
-    service.multiply()
-    monkeypatch.setattr(profile_servicer, "MAX_SECONDS", 0.0)
+
+    def reach_limit() -> None:
+        monkeypatch.setattr(profile_servicer, limit, LIMITS[limit])
+
+    def work(cancelled: Callable[[], bool]) -> None:
+        matrix = torch.ones(64, 64)
+        for _ in range(20):
+            cancelled()
+            matrix @ matrix
+        reach_limit()
+        cancelled()
+        matrix @ matrix
+
+    if in_a_call:
+        service.compute.run("generate", Caller(), work)
+    else:
+        service.multiply()
+        reach_limit()
     service.multiply()
     _, summary, *_ = client.take("step-1")
     assert isinstance(summary, ProfileSummary)

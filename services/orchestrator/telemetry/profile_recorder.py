@@ -189,5 +189,5 @@ class ProfileRecorder:
         if not size:
             path.unlink()
             return ServiceProfile(name, problem="the trace is too large to be sent", summary=summary)
-        problem = "ended at its limit of time" if summary is not None and summary.cut_off else ""
+        problem = "ended early, at its limit of time or memory" if summary is not None and summary.cut_off else ""
         return ServiceProfile(name, path.name, size, problem, summary)

@@ -84,6 +84,8 @@ class ComputeThread:
         """Error that only a restart of this process can repair: the engine of a generation has died, or is stuck."""
         self.around: Callable[[str], AbstractContextManager[object]] = nullcontext
         """Function that returns the context in which the thread does each work, by its kind."""
+        self.at_poll: Callable[[], object] = lambda: None
+        """Function that the thread calls each time that work asks whether it is cancelled."""
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
         self._running: tuple[str, CallerState] | None = None
@@ -168,10 +170,15 @@ class ComputeThread:
                 raise Cancelled(f"{kind}: the caller was gone before the work started")
             start = time.perf_counter()
             self._running, self._started = (kind, state), start
+
+            def poll() -> bool:
+                self.at_poll()
+                return state.poll()
+
             try:
                 state.poll()
                 with self.around(kind):
-                    return work(state.poll)
+                    return work(poll)
             except EngineFailed as error:
                 self.failure = str(error)
                 raise

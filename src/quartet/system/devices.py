@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import structlog
 
 from quartet.contract.status import DeviceReading
-from quartet.system.machine import available_cores
+from quartet.system.machine import available_cores, resident_bytes
 
 log = structlog.get_logger()
 
@@ -59,13 +59,7 @@ class CpuReader:
         (wall, cpu), self._last = self._last, (self._clock(), time.process_time())
         seconds = (self._last[0] - wall) * self._cores
         busy = min(1.0, (self._last[1] - cpu) / seconds) if seconds > 0 else None
-        return (DeviceReading("cpu", busy, self._resident_bytes(), self._total),)
-
-    def _resident_bytes(self) -> int | None:
-        try:
-            return int((self._root / "proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except (OSError, ValueError, IndexError):  # Not Linux.
-            return None
+        return (DeviceReading("cpu", busy, resident_bytes(self._root), self._total),)
 
     def _memory_limit(self) -> int:
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -58,6 +58,14 @@ def _free_memory_bytes(root: Path) -> int:
     return max(0, min(free, limit - used + int(page_cache)))
 
 
+def resident_bytes(root: Path = Path("/")) -> int | None:
+    """Return the memory of this process, None if the system does not report it. ``root`` as in ``free_memory_bytes``."""
+    try:
+        return int((root / "proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):  # Not Linux.
+        return None
+
+
 def own_address(towards: str) -> str:
     """Return the IP address of this machine on the way to HOST:PORT. Nothing is sent. Raises OSError."""
     host, _, port = towards.rpartition(":")

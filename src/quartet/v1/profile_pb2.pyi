@@ -159,7 +159,7 @@ class ProfileSummary(_message.Message):
     exposed_communication_seconds: _builtins.float
     """Seconds of communication_seconds in which nothing was computed."""
     cut_off: _builtins.bool
-    """Whether the profile ended before it was taken, because it had reached the limit of time."""
+    """Whether the profile ended before it was taken, because it had reached the limit of time or memory."""
     @_builtins.property
     def work_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Seconds of calls, by kind of work ("generate", "update", ...). In the rest, the process waited for calls."""
