@@ -14,7 +14,7 @@ WORK_PREFIX = "quartet: "
 MAX_ROWS = 15
 """Largest number of operators, and of kernels, in a summary."""
 MAX_GAPS = 5
-_COLLECTIVE = re.compile(r"(gloo|nccl|mpi|c10d)(:|Dev|Kernel|_)|record_param_comms", re.ASCII)
+_COLLECTIVE = re.compile(r"(gloo|nccl|mpi|c10d|_c10d_functional)(:|Dev|Kernel|_)|record_param_comms", re.ASCII)
 SECOND = 1e9
 Interval = tuple[int, int]
 
@@ -43,6 +43,9 @@ def summarise(events: Iterable[TraceEvent], seconds: float, cut_off: bool = Fals
     computing = [event for event in kernels or operators if not event.is_collective]
     sending = [event for event in ordered if event.is_collective and (event.kind == "kernel" or not kernels)]
     compute, communication = union(computing), union(sending)
+    if not kernels:
+        # An operator does not compute while a collective that it has called blocks its thread.
+        compute = _difference(compute, union(event for event in sending if event.kind == "operator"))
     work: Counter[str] = Counter()
     for call in calls:
         work[call.name.removeprefix(WORK_PREFIX)] += call.end - call.start
@@ -86,6 +89,15 @@ def _intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[I
         else:
             j += 1
     return common
+
+
+def _difference(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """Return the times of a union without those of another one."""
+    if not left:
+        return []
+    edges = [left[0][0], *(edge for interval in right for edge in interval), left[-1][1]]
+    outside = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+    return _intersection(left, outside)
 
 
 def _total(intervals: Iterable[Interval]) -> int:

@@ -96,6 +96,19 @@ def test_collectives_of_gloo_are_communication_on_a_cpu() -> None:
     assert (summary.compute_seconds, summary.gap_seconds) == (4, 1)
 
 
+def test_an_operator_does_not_compute_while_a_collective_blocks_it() -> None:
+    events = [
+        call("update", 0, 10),
+        operator("backward", 0, 8),
+        operator("_c10d_functional::wait_tensor", 2, 5),
+        collective("gloo:all_gather", 1, 5),
+        operator("aten::mm", 9, 10),
+    ]
+    summary = summarise(events, 10)
+    assert (summary.compute_seconds, summary.gap_seconds) == (5 + 1, 1)
+    assert (summary.communication_seconds, summary.exposed_communication_seconds) == (4, 3)
+
+
 def test_a_summary_is_bounded() -> None:
     events = [call("update", 0, 1000), *(operator(f"op{i}", 2 * i, 2 * i + 1) for i in range(400))]
     summary = summarise(events, 1000)
