@@ -19,6 +19,7 @@ KINDS: dict[str, dict[str, tuple[str, bool]]] = {
         "Secret": ("secrets", True),
         "Service": ("services", True),
         "PersistentVolumeClaim": ("persistentvolumeclaims", True),
+        "ServiceAccount": ("serviceaccounts", True),
     },
     "apps/v1": {"Deployment": ("deployments", True), "StatefulSet": ("statefulsets", True)},
     "batch/v1": {"Job": ("jobs", True)},

@@ -30,6 +30,11 @@ CLASSES = (
     ("StorageClass", "shared", {"provisioner": "nfs.csi.k8s.io"}),
     ("LocalQueue", "training", {}),
 )
+NAMED_BY_EXAMPLES = {
+    "PersistentVolumeClaim": ("models", "datasets", "runs"),
+    "Secret": ("registry-example", "model-downloads"),
+}
+"""Objects of the namespace that the examples name."""
 DEFAULT_CLASS = {"storageclass.kubernetes.io/is-default-class": "true"}
 
 
@@ -40,8 +45,19 @@ def api() -> Iterator[ApiServer]:
         server.kinds = {**KINDS, **CUSTOM_KINDS}
         for kind, name, fields in CLASSES:
             server.add(kind, name, **fields)
+        for kind, names in NAMED_BY_EXAMPLES.items():
+            for name in names:
+                server.add(kind, name)
         server.add("StorageClass", "first", provisioner="example.com/disk")["metadata"]["annotations"] = DEFAULT_CLASS
         yield server
+
+
+def given(api: ApiServer) -> list[Manifest]:
+    """Return the objects that exist before an installation."""
+    names = [name for names in NAMED_BY_EXAMPLES.values() for name in names]
+    return [
+        item for item in api.objects if item["kind"].endswith(("Class", "Queue")) or item["metadata"]["name"] in names
+    ]
 
 
 def assert_accepted(values: Values, api: ApiServer) -> None:
@@ -59,7 +75,7 @@ def refusal(values: Values, api: ApiServer) -> str:
 
 def installed(api: ApiServer, values: Values) -> None:
     """Store the objects of a release, with what a cluster adds to them."""
-    classes = [item for item in api.objects if item["kind"].endswith(("Class", "Queue"))]
+    classes = given(api)
     objects = manifests(values)
     for claim in of_kind(objects, "PersistentVolumeClaim").values():
         claim["spec"].setdefault("storageClassName", "standard")
@@ -71,7 +87,7 @@ def installed(api: ApiServer, values: Values) -> None:
 
 @every_case("name", ["node-8-gpus", "leader-worker-set", "single-node-4-gpus"])
 def test_a_cluster_with_all_objects_is_accepted(api: ApiServer, name: str) -> None:
-    api.objects = [item for item in api.objects if item["kind"].endswith(("Class", "Queue"))]
+    api.objects = given(api)
     assert_accepted(example(name), api)
     installed(api, example(name))
     assert_accepted(example(name), api)
@@ -268,6 +284,65 @@ def test_another_name_override_is_refused_if_the_names_of_objects_stay(api: ApiS
     message = refusal({**values, "nameOverride": "other"}, api)
     assert 'nameOverride: "other", but the Deployment quartet-actor exists with the label' in message
     assert 'set it to "quartet"' in message
+
+
+def test_another_name_override_is_refused_if_it_would_install_a_second_run(api: ApiServer) -> None:
+    values = example("cpu-kind")
+    installed(api, values)
+    for changes in ({"nameOverride": "other"}, {"fullnameOverride": "other"}):
+        message = refusal({**values, **changes}, api)
+        assert "the release has the Deployment quartet-actor, and would get " in message
+        assert "keep the names of the installation" in message
+    for item in api.objects:
+        if labels := item["metadata"].get("labels"):
+            labels["app.kubernetes.io/instance"] = "another-release"
+    assert_accepted({**values, "fullnameOverride": "other"}, api)
+
+
+def replicas_of(values: Values, api: ApiServer) -> object:
+    """Return the replicas of the generator in the manifest of an upgrade."""
+    with connected(api) as cluster:
+        return of_kind(manifests(values, cluster), "Deployment")["quartet-generator"]["spec"].get("replicas")
+
+
+def test_an_upgrade_keeps_replicas_that_were_scaled_by_hand(api: ApiServer) -> None:
+    generators = changed("cpu-kind", components__generator={"enabled": True, "replicas": 2})
+    installed(api, generators)
+    live = next(item for item in api.objects if item["metadata"]["name"] == "quartet-generator" and "spec" in item)
+    helm = {"manager": "helm", "operation": "Apply", "fieldsV1": {"f:spec": {"f:replicas": {}, "f:template": {}}}}
+    live["metadata"]["managedFields"] = [helm]
+    assert replicas_of(generators, api) == 2
+    del helm["fieldsV1"]["f:spec"]["f:replicas"]
+    scaled = {"manager": "kubectl", "operation": "Update", "fieldsV1": {"f:spec": {"f:replicas": {}}}}
+    live["metadata"]["managedFields"].append({**scaled, "subresource": "scale"})
+    live["spec"]["replicas"] = 8
+    assert replicas_of(generators, api) is None
+    # Equal numbers are no conflict, and then the field belongs to Helm again.
+    eight = changed("cpu-kind", components__generator={"enabled": True, "replicas": 8})
+    assert replicas_of(eight, api) == 8
+    # A release that Helm 3 installed is merged by the client, which would set the default of 1 without the field.
+    live["metadata"]["managedFields"] = [{**helm, "operation": "Update"}, scaled]
+    assert replicas_of(generators, api) == 2
+
+
+NAMED = {
+    "gateway.tokens.existingSecret": "gateway__tokens__existingSecret",
+    "security.rpcToken.existingSecret": "security__rpcToken__existingSecret",
+    "redis.password.existingSecret": "redis__password__existingSecret",
+    "storage.models.existingClaim": "storage__models__existingClaim",
+    "serviceAccount.name": "serviceAccount__name",
+}
+
+
+@every_case("path, key", list(NAMED.items()))
+def test_a_missing_object_of_the_namespace_is_named_with_its_value(api: ApiServer, path: str, key: str) -> None:
+    values = changed("cpu-kind", **{key: "mine"})
+    kind = "PersistentVolumeClaim" if "Claim" in path else "ServiceAccount" if "Account" in path else "Secret"
+    message = refusal(values, api)
+    assert f"{path}: the namespace rlhf has no {kind} mine; create it before, or correct the name" in message
+    added = api.add(kind, "mine")
+    assert_accepted(values, api)
+    api.objects.remove(added)
 
 
 def test_a_service_that_becomes_headless_must_be_deleted_first(api: ApiServer) -> None:

@@ -5,13 +5,71 @@ Checks of the cluster, before Helm changes anything. They are silent if Helm onl
 {{- /* A cluster lists its kinds; the built-in list of Helm has API versions only. */ -}}
 {{- if .Capabilities.APIVersions.Has "v1/Pod" -}}
 {{- include "quartet.checkKinds" . -}}
+{{- include "quartet.checkNames" . -}}
 {{- include "quartet.checkClaims" . -}}
 {{- include "quartet.checkRedisStorage" . -}}
 {{- include "quartet.checkWorkloads" . -}}
 {{- if .Values.checks.clusterObjects -}}
 {{- include "quartet.checks.clusterObjects" . -}}
+{{- include "quartet.checkExisting" . -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* Workloads of the release with other names: new ones would start beside them, with empty claims. */}}
+{{- define "quartet.checkNames" -}}
+{{- range $kind := list "Deployment" "StatefulSet" -}}
+{{- range default list (lookup "apps/v1" $kind $.Release.Namespace "").items -}}
+{{- $labels := default dict .metadata.labels -}}
+{{- $component := get $labels "app.kubernetes.io/component" -}}
+{{- $own := and (eq (dig "app.kubernetes.io/part-of" "" $labels) "quartet") (eq (dig "app.kubernetes.io/instance" "" $labels) $.Release.Name) -}}
+{{- $expected := printf "%s-%s" (include "quartet.fullname" $) $component -}}
+{{- if and $own $component (ne .metadata.name $expected) -}}
+{{- fail (printf "nameOverride: %q, fullnameOverride: %q: the release has the %s %s, and would get %s beside it, with new and empty volumes; keep the names of the installation, or install another release" (default "" $.Values.nameOverride) (default "" $.Values.fullnameOverride) $kind .metadata.name $expected) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Objects of the namespace that the values name, and that pods would wait for. */}}
+{{- define "quartet.checkExisting" -}}
+{{- $values := .Values -}}
+{{- $named := list
+  (list "Secret" "gateway.tokens.existingSecret" $values.gateway.tokens.existingSecret)
+  (list "Secret" "traffic.keys.existingSecret" $values.traffic.keys.existingSecret)
+  (list "Secret" "security.rpcToken.existingSecret" $values.security.rpcToken.existingSecret)
+  (list "Secret" "downloads.existingSecret" $values.downloads.existingSecret)
+  (list "ServiceAccount" "serviceAccount.name" $values.serviceAccount.name) -}}
+{{- if $values.redis.enabled -}}
+{{- $named = append $named (list "Secret" "redis.password.existingSecret" $values.redis.password.existingSecret) -}}
+{{- else -}}
+{{- $named = append $named (list "Secret" "redis.external.existingSecret" $values.redis.external.existingSecret) -}}
+{{- end -}}
+{{- if and $values.security.tls.enabled (eq $values.security.tls.source "existing") -}}
+{{- range $process, $name := $values.security.tls.existingSecrets }}{{ $named = append $named (list "Secret" (printf "security.tls.existingSecrets.%s" $process) $name) }}{{ end -}}
+{{- end -}}
+{{- range $values.imagePullSecrets }}{{ $named = append $named (list "Secret" "imagePullSecrets" .name) }}{{ end -}}
+{{- range $folder, $claim := $values.storage }}{{ $named = append $named (list "PersistentVolumeClaim" (printf "storage.%s.existingClaim" $folder) (default dict $claim).existingClaim) }}{{ end -}}
+{{- range $named -}}
+{{- $kind := index . 0 -}}{{- $name := default "" (index . 2) -}}
+{{- if and $name (not (lookup "v1" $kind $.Release.Namespace $name)) -}}
+{{- fail (printf "%s: the namespace %s has no %s %s; create it before, or correct the name (kubectl --namespace %s get %s). If it is created later, set checks.clusterObjects false" (index . 1) $.Release.Namespace $kind $name $.Release.Namespace (lower $kind)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/*
+Whether somebody has set the replicas of a Deployment, with kubectl scale or an autoscaler of theirs. Server-side apply would then stop
+at this Deployment, after others have changed. Without the field it keeps their number. Arguments: root and component.
+*/}}
+{{- define "quartet.scaledByHand" -}}
+{{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace .component.fullname -}}
+{{- $applied := false -}}{{- $theirs := false -}}
+{{- range dig "metadata" "managedFields" list (default dict $live) -}}
+{{- if and (eq .manager "helm") (eq .operation "Apply") }}{{ $applied = true }}
+{{- else if hasKey (dig "fieldsV1" "f:spec" dict .) "f:replicas" }}{{ $theirs = true }}{{ end -}}
+{{- end -}}
+{{- if and $applied $theirs (ne (int $live.spec.replicas) (int .component.replicas)) }}{{ $live.spec.replicas }}{{ end -}}
 {{- end -}}
 
 {{/* Custom resources whose definitions are not installed. */}}
