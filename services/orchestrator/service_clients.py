@@ -53,9 +53,11 @@ class ServiceClients:
         if Role.REWARD in self._roles:
             # A source that is no model may take its time limit for each response, so a batch waits for the batches before it.
             rewards = config.services.reward.addresses
-            source_seconds = max_batches_in_flight(len(rewards)) * config.reward.source_seconds(
-                config.rollout.score_batch_size
-            )
+            batches = max_batches_in_flight(len(rewards))
+            if config.evaluation.generators:
+                # Those of an evaluation are in flight beside those of a step.
+                batches *= 2
+            source_seconds = batches * config.reward.source_seconds(config.rollout.score_batch_size)
             self.reward = FrozenReplicas(
                 Role.REWARD, rewards, lambda address: RewardClient(address, timeouts, credentials, source_seconds), note
             )
@@ -102,6 +104,7 @@ class ServiceClients:
             scores_policy,
             lambda: self.reference_version,
             self._config.rollout.router_replay,
+            beside_training=not for_training and self._config.evaluation.generators > 0,
         )
 
     def generation(self, note: Callable[[str], None], observe: CallObserver) -> Generation:

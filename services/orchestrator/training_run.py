@@ -199,6 +199,7 @@ class TrainingRun:
             self._checkpoints,
             self._attempts,
             Utilisation(config, statuses, self._run.generation),
+            evaluator,
         )
         return LoadedRun(identity, evaluator, steps)
 
@@ -224,6 +225,7 @@ class TrainingRun:
             lease.release()
             raise Cancelled("the process ends")
         self._preparation.discard()
+        loaded.evaluator.abandon()
         self._run.control.open()
         self._roll_back_if_requested(loaded)
         self._board.update(phase="recovering the last committed step")
@@ -370,6 +372,7 @@ class TrainingLoop:
             self._process_commands(step)
         self._preparation.discard()
         self._run.profiles.finish()
+        self._evaluator.finish()
         # A stop during a pause makes this step the last one only now.
         self._evaluate_if_due(step)
         self._checkpoint_if_due(step)
@@ -380,7 +383,7 @@ class TrainingLoop:
 
     def _continues_directly(self, step: int) -> bool:
         """Return whether the next step can start directly after ``step``, as currently known."""
-        evaluates = self._evaluator.is_due(step, last=False)
+        evaluates = self._evaluator.is_due(step, last=False) and not self._evaluator.is_beside_training
         saves = self._checkpoints.is_due(step, last=False, requested=False)
         waits = evaluates or saves or self._reference.is_due(step)
         waits = waits or self._run.profiles.is_boundary(step)
@@ -411,7 +414,11 @@ class TrainingLoop:
             self._checkpoints.start(step, self._leadership.epoch, self._leadership.algorithm_state.state())
 
     def _evaluate_if_due(self, step: int) -> None:
-        if self._evaluator.is_due(step, self._is_last(step)):
+        is_last = self._is_last(step)
+        if self._evaluator.is_due(step, is_last):
+            if self._evaluator.is_beside_training and not is_last:
+                self._evaluator.start(step, self._leadership.epoch)
+                return
             if not self._off_policy:
                 self._preparation.discard()
             self._evaluator.evaluate_and_report(step, self._leadership.epoch)
@@ -430,6 +437,7 @@ class TrainingLoop:
         if step == self._num_steps or not self._control.paused:
             return
         log.info("run paused", step=step, remedy="quartet resume continues it")
+        self._evaluator.finish()
         while self._control.paused:
             self._checkpoints.finish(self._leadership.check)
             self._board.update(state=RunState.PAUSED, phase="paused")

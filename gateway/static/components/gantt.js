@@ -6,6 +6,7 @@ import { criticalPath, gaps, isWork, lengthOf, servicesOf, union } from "../time
 
 const COLOURS = {
   generate: "blue",
+  evaluate: "blue",
   publish: "pink",
   update_weights: "pink",
   score: "green",

@@ -164,6 +164,9 @@ class Recovery:
 
         def plan(step: int, applied: int) -> _Plan:
             oldest = self._off_policy.policy_version(applied + 1, base)
+            if self._config.evaluation.generators:
+                # The evaluation of the last committed step may not have ended, although the actor has taken the next update.
+                oldest = min(oldest, step)
             start_steps = {
                 client.role: self._start_step(client.role, statuses[client.role], base, applied, oldest)
                 for client in self._clients.trained

@@ -3,7 +3,10 @@ samples of the evaluation sets."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,10 +34,10 @@ from quartet.data.evaluation import (
     texts_of,
 )
 from quartet.data.evaluation_sets import AnswerFinder, EvaluationSet, set_row, summarize_set
-from quartet.errors import ComputationFailed, InvalidRequest, ScorerFailed
+from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ScorerFailed
 from quartet.services.orchestrator.checkpointing.step_artifacts import failed_evaluation_row
 from quartet.services.orchestrator.context import RunContext
-from quartet.services.orchestrator.rollout.collector import Collector
+from quartet.services.orchestrator.rollout.collector import Collector, CommandWaits
 from quartet.system.user_function import FunctionWorker
 
 log = structlog.get_logger()
@@ -46,6 +49,10 @@ class Evaluator:
 
     The evaluation before the first step is the baseline of all later ones. If another process made it, it is read from the run's
     files. A failure of a later one does not stop training.
+
+    With ``evaluation.generators``, evaluations run on another thread, beside the next step: ``start`` begins one, and ``finish``
+    writes its result before that step is committed. So the evaluation of the last committed step is the only one that a process
+    can leave unfinished, and the next process begins it again with the same weights.
     """
 
     def __init__(
@@ -65,8 +72,18 @@ class Evaluator:
         self._stream = RolloutStream(run.redis, run.url, stream_name(config.run.name))
         has_turns, name = config.has_environment_service, stream_name(config.run.name)
         self._turns = TurnRecordStore(run.redis, run.url, name) if has_turns else None
+        self.is_beside_training = config.evaluation.generators > 0
+        self._abandoned, self._closed = threading.Event(), threading.Event()
+        self._running: _RunningEvaluation | None = None
         scoring = run.clients.scoring(for_training=False)
-        self._collector = Collector(self._stream, scoring, config.rollout.score_batch_size, turns=self._turns)
+        self._collector = Collector(
+            self._stream,
+            scoring,
+            config.rollout.score_batch_size,
+            turns=self._turns,
+            # Only a thread beside training has to look whether its result is still wanted.
+            has_command=self._is_unwanted if self.is_beside_training else None,
+        )
         self._prompts = list(prompts)
         self._tokenizer = tokenizer
         self._baseline: dict[int, PromptResponses] | None = None
@@ -96,7 +113,8 @@ class Evaluator:
         return finder
 
     def resume(self) -> None:
-        """Continue after the last evaluation in the run's files."""
+        """Continue after the last evaluation in the run's files. An evaluation in progress is abandoned."""
+        self.abandon()
         self._last_step = self._files.last_evaluated_step()
 
     def is_due(self, step: int, last: bool) -> bool:
@@ -109,8 +127,59 @@ class Evaluator:
         """Evaluate the policy after ``step`` and report the result. A failure is recorded; at step 0 it is raised."""
         self._last_step = step
         self._board.update(phase="evaluate", num_scored=0, num_expected=self._num_responses)
+        self._report(step, lambda: self._compute(step, step, leader_epoch, self._board.show_scored))
+
+    def start(self, step: int, leader_epoch: int) -> None:
+        """Begin to evaluate the policy after ``step`` on another thread. ``finish`` must end an earlier evaluation before."""
+        assert self._running is None
+        self._last_step = step
+        result: Future[_Evaluation] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(self._compute(step, step, leader_epoch, beside_training=True))
+            except BaseException as error:  # The training thread raises it.
+                result.set_exception(error)
+
+        thread = threading.Thread(target=run, name="evaluation", daemon=True)
+        self._running = _RunningEvaluation(step, thread, result)
+        thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether ``start`` has begun an evaluation that is not finished."""
+        return self._running is not None
+
+    def finish(self) -> float:
+        """Wait for the evaluation that ``start`` began, if any, and report its result. Return the seconds of the wait.
+
+        A failure is recorded; that of step 0 is raised, and so is one of a service. Raises Cancelled after ``close``.
+        """
+        running = self._running
+        if running is None:
+            return 0.0
+        started = time.perf_counter()
+        if not running.result.done():
+            self._board.update(phase="evaluate")
+        self._report(running.step, running.result.result)
+        self._running = None
+        return time.perf_counter() - started
+
+    def abandon(self) -> None:
+        """Stop the evaluation that ``start`` began, and wait until its thread has ended. Nothing is written."""
+        running, self._running = self._running, None
+        if running is not None:
+            self._abandoned.set()
+            running.thread.join()
+            self._abandoned.clear()
+
+    def _is_unwanted(self) -> bool:
+        return self._abandoned.is_set() or self._closed.is_set()
+
+    def _report(self, step: int, result: Callable[[], _Evaluation]) -> None:
+        """Write and report the result of an evaluation. A failure is recorded; at step 0 it is raised."""
         try:
-            summary = self.evaluate(step, step, leader_epoch, self._board.show_scored)
+            evaluation = result()
         except (ComputationFailed, InvalidRequest) as error:
             if step == 0:
                 raise
@@ -123,6 +192,8 @@ class Evaluator:
                 f"evaluation after step {step} failed: {cause}; see failed_trajectories.jsonl; the run continues"
             )
             return
+        self._write(evaluation)
+        summary = evaluation.summary
         log.info("evaluation finished", step=step, **summary)
         self._telemetry.evaluated(step, summary)
         metrics = ", ".join(f"{name.removeprefix('eval_').replace('_', ' ')} {summary[name]:.2f}" for name in summary)
@@ -140,6 +211,26 @@ class Evaluator:
         Returns the means by metric name. ``on_progress`` receives the number of scored responses, two per prompt. Raises the
         error of generation, scoring or judge; nothing is written then.
         """
+        evaluation = self._compute(step, policy_version, leader_epoch, on_progress)
+        self._write(evaluation)
+        return evaluation.summary
+
+    def _write(self, evaluation: _Evaluation) -> None:
+        version = {"policy_version": evaluation.policy_version}
+        self._files.write_evaluation(
+            evaluation.step, version | evaluation.summary, evaluation.rows, evaluation.rows_of_sets
+        )
+        self._baseline = evaluation.baseline
+
+    def _compute(
+        self,
+        step: int,
+        policy_version: int,
+        leader_epoch: int,
+        on_progress: Callable[[int], None] = lambda scored: None,
+        beside_training: bool = False,
+    ) -> _Evaluation:
+        """Evaluate the policy after ``step``. See ``evaluate``. ``beside_training``: on the generators for evaluations."""
         rollout, scored = self._config.rollout, 0
         weights = self._config_at(max(1, step)).reward.part_weights
 
@@ -147,7 +238,8 @@ class Evaluator:
             prompts: Sequence[Prompt], sampling: SamplingParameters, samples: int = 1, with_kl: bool = False
         ) -> list[Response]:
             nonlocal scored
-            before, request = scored, _Request(prompts, sampling, samples, policy_version, leader_epoch)
+            before = scored
+            request = _Request(prompts, sampling, samples, policy_version, leader_epoch, beside_training)
             result = self._responses(request, lambda count: on_progress(before + count), weights, with_kl)
             scored += len(result)
             return result
@@ -171,9 +263,7 @@ class Evaluator:
         # Each response has been checked to be by this version, see ``Collector``.
         version = {"policy_version": policy_version}
         records = [version | row(comparison) for comparison in comparisons]
-        self._files.write_evaluation(step, version | summary, records, rows)
-        self._baseline = baseline
-        return summary
+        return _Evaluation(step, policy_version, summary, records, rows, baseline)
 
     def forget_turns(self) -> None:
         """Remove the turn records of an evaluation."""
@@ -181,7 +271,8 @@ class Evaluator:
             self._turns.forget_step(STEP)
 
     def close(self) -> None:
-        """End the processes of functions. May be called again."""
+        """End an evaluation in progress and the processes of functions. May be called again, and from another thread."""
+        self._closed.set()
         for worker in self._workers:
             worker.close()
 
@@ -233,10 +324,14 @@ class Evaluator:
                 run.seed,
                 request.policy_version,
                 episode=episode and replace(episode, kept_samples=0),
-            )
+            ),
+            request.beside_training,
         )
         fields = {prompt.index: prompt.fields for prompt in prompts} if self._config.reward.needs_fields else {}
-        collected = self._collector.collect(batch, generation, on_progress, fields, weights=weights)
+        try:
+            collected = self._collector.collect(batch, generation, on_progress, fields, weights=weights)
+        except CommandWaits:
+            raise Cancelled("the evaluation was abandoned") from None
         self._collector.reset()
         self._stream.acknowledge(collected.entry_ids)
         self.forget_turns()
@@ -257,10 +352,38 @@ class Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Request for ``samples`` responses to each prompt, by the policy after ``policy_version`` updates."""
+    """Request for ``samples`` responses to each prompt, by the policy after ``policy_version`` updates.
+
+    ``beside_training``: see ``Generation.start``.
+    """
 
     prompts: Sequence[Prompt]
     sampling: SamplingParameters
     samples: int
     policy_version: int
     leader_epoch: int
+    beside_training: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    """Result of an evaluation: its means by metric name, and the rows of the validation prompts and of each set.
+
+    ``baseline``: the initial policy's responses, for the next evaluation.
+    """
+
+    step: int
+    policy_version: int
+    summary: dict[str, float]
+    rows: list[dict[str, Any]]
+    rows_of_sets: dict[str, list[dict[str, Any]]]
+    baseline: dict[int, PromptResponses]
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningEvaluation:
+    """An evaluation beside training: the step after which it began, its thread, and its pending result."""
+
+    step: int
+    thread: threading.Thread
+    result: Future[_Evaluation]

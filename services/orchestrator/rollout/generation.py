@@ -60,8 +60,13 @@ class PendingTrajectories(Protocol):
 class Generation(Protocol):
     """Generators of a run."""
 
-    def start(self, batch: GenerationBatch) -> tuple[GenerationBatch, PendingTrajectories]:
-        """Start to generate. Return the batch with the digest that its trajectories must carry, and the pending result."""
+    def start(
+        self, batch: GenerationBatch, beside_training: bool = False
+    ) -> tuple[GenerationBatch, PendingTrajectories]:
+        """Start to generate. Return the batch with the digest that its trajectories must carry, and the pending result.
+
+        ``beside_training``: an evaluation for which training does not wait, by the generators of ``evaluation.generators``.
+        """
 
     def policy_updated(self, leader_epoch: int, publication: PublishedWeights | None) -> None:
         """Take note that the actor has published a policy version, if it publishes any.
@@ -129,7 +134,9 @@ class ActorGeneration:
         self._changed = 0
         self._attempts = count(1)
 
-    def start(self, batch: GenerationBatch) -> tuple[GenerationBatch, PendingTrajectories]:
+    def start(
+        self, batch: GenerationBatch, beside_training: bool = False
+    ) -> tuple[GenerationBatch, PendingTrajectories]:
         if self._separate:
             batch = replace(batch, weights_digest=published_digest(self._actor, batch.policy_version))
         batch = replace(batch, attempt=next(self._attempts))

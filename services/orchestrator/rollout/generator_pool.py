@@ -175,7 +175,9 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
 
     # Work
 
-    def start(self, batch: GenerationBatch) -> tuple[GenerationBatch, PendingTrajectories]:
+    def start(
+        self, batch: GenerationBatch, beside_training: bool = False
+    ) -> tuple[GenerationBatch, PendingTrajectories]:
         """Start to generate a batch, after the batches before it, but before those of later steps. See ``Generation.start``."""
         batch = replace(batch, weights_digest=published_digest(self._actor, batch.policy_version))
         self._read_published()
@@ -189,8 +191,17 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
             self._pulling = {digest: pulling for digest, pulling in self._pulling.items() if digest in wanted}
             engines = [generator.status.engine for generator in self._all() if generator.status is not None]
             by_rule = all(engine is not None and engine.seeded and engine.batch_invariant for engine in engines)
-            work = Work(batch, by_rule, self.lock, self.published, lambda: self.last_attempt, self.cancel, self.refuse)
-            later = (index for index, each in enumerate(self._works) if EVALUATION < batch.step < each.batch.step)
+            work = Work(
+                batch,
+                by_rule,
+                self.lock,
+                self.published,
+                lambda: self.last_attempt,
+                self.cancel,
+                self.refuse,
+                beside_training,
+            )
+            later = (index for index, each in enumerate(self._works) if _precedes(work, each))
             self._works.insert(next(later, len(self._works)), work)
         self._dispatch()
         return batch, work
@@ -200,10 +211,11 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
         self._read_published()
         vllm = self._config.rollout.vllm
         with self.lock:
+            reserved = self._reserved(self._ready())
             for generator in self._all():
                 self._update_in_flight(generator)
                 # An engine that shares its device with training takes memory there when it loads.
-                if publication is not None and not (vllm and vllm.release_memory):
+                if publication is not None and generator not in reserved and not (vllm and vllm.release_memory):
                     self._update_idle(generator, leader_epoch, publication)
         self._dispatch()
 
@@ -290,7 +302,7 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
                     self._end(work, error)
                 return
             for work in active:
-                if work.failed and all(generator in work.failed for generator in ready):
+                if work.failed and all(generator in work.failed for generator in self._eligible(work, ready)):
                     self._end(work, work.error_of_all())
             for generator in ready:
                 if generator.call is None and generator.update is None:
@@ -298,13 +310,29 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
 
     def _start_next(self, generator: RemoteGenerator, ready: Sequence[RemoteGenerator]) -> None:
         for work in self._works:
-            if not work.done() and generator not in work.failed and (requests := work.share_of(generator, ready)):
+            eligible = self._eligible(work, ready)
+            if work.done() or generator not in eligible or generator in work.failed:
+                continue
+            if requests := work.share_of(generator, eligible):
                 generator.work, generator.requests = work, requests
                 try:
                     self._start_call(generator, work)
                 except QuartetError as error:
                     self._failed(generator, error)
                 return
+
+    def _reserved(self, ready: Sequence[RemoteGenerator]) -> Sequence[RemoteGenerator]:
+        """Return the generators that only evaluate: the last ones that are ready. At least one is left for training."""
+        count = min(self._config.evaluation.generators, len(ready) - 1)
+        return ready[len(ready) - count :] if count > 0 else ()
+
+    def _eligible(self, work: Work, ready: Sequence[RemoteGenerator]) -> Sequence[RemoteGenerator]:
+        """Return the generators that may do a work. With a single one, it does all work, that of training first."""
+        reserved = self._reserved(ready)
+        if not reserved or (work.batch.step == EVALUATION and not work.beside_training):
+            # Training waits for the second kind.
+            return ready
+        return reserved if work.beside_training else [each for each in ready if each not in reserved]
 
     def _start_call(self, generator: RemoteGenerator, work: Work) -> None:
         batch = work.batch
@@ -322,19 +350,28 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
                 weights_digest=digest,
             )
             call: Future[Any] = work.context.run(generator.client.generate, share)
-            self._observe(f"{Role.GENERATOR} {generator.address}", "generate", call)
+            self._observe(
+                f"{Role.GENERATOR} {generator.address}", "evaluate" if work.beside_training else "generate", call
+            )
         else:
-            call = self._start_update(generator, work.context, batch.leader_epoch, version, digest)
+            phase = "evaluate" if work.beside_training else "update_weights"
+            call = self._start_update(generator, work.context, batch.leader_epoch, version, digest, phase)
         generator.call = call
         call.add_done_callback(partial(self._ended, generator))
 
     def _start_update(
-        self, generator: RemoteGenerator, context: Context, leader_epoch: int, version: int, digest: bytes
+        self,
+        generator: RemoteGenerator,
+        context: Context,
+        leader_epoch: int,
+        version: int,
+        digest: bytes,
+        phase: str = "update_weights",
     ) -> Future[WeightTransfer]:
         sources = self._sources(generator, digest)
         update = WeightUpdate(self._config.run.name, leader_epoch, version, digest, sources)
         call = context.run(generator.client.update_weights, update)
-        self._observe(f"{Role.GENERATOR} {generator.address}", "update_weights", call)
+        self._observe(f"{Role.GENERATOR} {generator.address}", phase, call)
         return call
 
     def _update_in_flight(self, generator: RemoteGenerator) -> None:
@@ -518,3 +555,10 @@ class GeneratorPool(ReplicaSet[RemoteGenerator]):
             self._works.remove(work)
         if not work.done():
             work.end(error)
+
+
+def _precedes(work: Work, other: Work) -> bool:
+    """Return whether a new work is done before ``other``, which was started before it."""
+    if work.batch.step == EVALUATION:
+        return False
+    return other.beside_training or work.batch.step < other.batch.step

@@ -71,12 +71,14 @@ class Work:
         last_attempt: Callable[[], int],
         cancel: Callable[[Work], None],
         refuse: Callable[[Work, Trajectory, str], None],
+        beside_training: bool = False,
     ) -> None:
         """``lock`` guards all works. ``published``: with in-flight updates, the digest of each version that the actor has.
 
         ``last_attempt`` returns the number of the newest Generate call. ``cancel`` and ``refuse``: see ``PendingTrajectories``.
+        ``beside_training``: see ``Generation.start``.
         """
-        self.batch, self.by_rule = batch, by_rule
+        self.batch, self.by_rule, self.beside_training = batch, by_rule, beside_training
         self._lock, self._published, self._last_attempt = lock, published, last_attempt
         self.cancel, self.refuse = partial(cancel, self), partial(refuse, self)
         self.waiting = list(batch.requests) if by_rule else by_expected_length(batch.requests)
@@ -172,13 +174,13 @@ class Work:
         return version, newer.get(version, self.batch.weights_digest)
 
     def share_of(self, generator: RemoteGenerator, ready: Sequence[RemoteGenerator]) -> list[GenerationRequest]:
-        """Remove and return the requests that the generator gets next."""
+        """Remove and return the requests that the generator gets next. ``ready``: the generators that may do this work."""
         if not self.by_rule:
             return take_by_load(self.waiting, len(ready)) if self.waiting else []
         if self.shares is None:
             parts = split_by_rule(self.waiting, len(ready))
             self.shares, self.waiting = dict(zip(ready, parts, strict=True)), []
-        for lost in [other for other in self.shares if not other.ready or other in self.failed]:
+        for lost in [other for other in self.shares if other not in ready or other in self.failed]:
             self.waiting += self.shares.pop(lost)
         if share := self.shares.pop(generator, []):
             return share

@@ -70,6 +70,7 @@ class ScoringServices:
     those that generators report. With ``scores_policy`` it computes those of all responses. Without a ``reference`` it is the
     reference, with its adapter off. ``reference_version`` returns the version that scores, None for the initial model.
     ``router_replay``: trajectories need the experts of their tokens.
+    ``beside_training``: the actor may take an update meanwhile, so that it can neither verify nor compute log-probs.
     """
 
     reward: FrozenReplicas[RewardClient] | None
@@ -81,6 +82,7 @@ class ScoringServices:
     scores_policy: bool = False
     reference_version: Callable[[], ReferenceVersion | None] = lambda: None
     router_replay: bool = False
+    beside_training: bool = False
 
     def check_experts(self, trajectory: Trajectory) -> None:
         """Raise ConfigError if a trajectory lacks the experts of its tokens."""
@@ -101,7 +103,8 @@ class ScoringServices:
 
     def first_trajectories(self, sampling: SamplingParameters, on_response: Callable[[], None]) -> FirstTrajectories:
         """Return the check of the generators of one step."""
-        return FirstTrajectories(self.actor, sampling.temperature or 1.0, self.dtype, on_response)
+        actor = None if self.beside_training else self.actor
+        return FirstTrajectories(actor, sampling.temperature or 1.0, self.dtype, on_response)
 
     def sampled_log_probs(self, trajectories: Sequence[Trajectory]) -> FloatArray:
         """Return the log-probs of the policy version that sampled, float32 [response tokens]. Waits for the actor.
@@ -110,6 +113,12 @@ class ScoringServices:
         policy, and importance weights would be 1. Raises FailedPrecondition if the actor is of an unexpected version.
         """
         assert self.actor is not None
+        if self.beside_training:
+            raise ConfigError(
+                f"evaluation.generators: {trajectories[0].id} of generator {trajectories[0].generator} has no log-probs; "
+                "expected those of its engine, because the actor trains meanwhile; set evaluation.generators 0, or settings with "
+                "which the engine reports them, such as rollout.temperature 1"
+            )
         for item in trajectories:
             oldest = min([item.policy_version, *(span.policy_version for span in item.version_spans)])
             if oldest < item.id.step - 1:

@@ -26,6 +26,8 @@ OTHER_GENERATORS = f"{Role.GENERATOR} (others)"
 """Service of the spans of all other generators."""
 WEIGHT_PHASES = ("publish", "update_weights")
 """Phases in which weights are on their way to generators."""
+GENERATION_PHASES = ("generate", "evaluate")
+"""Phases of generators that are no work for which weights could wait."""
 DIGITS = 6
 """Decimal places of seconds in the file."""
 
@@ -41,7 +43,7 @@ class Span:
     service: str
     """actor, critic, reward, reference, orchestrator or redis; "generator HOST:PORT" for one in a separate process."""
     phase: str
-    """generate, score, log_probs, values, wait, prepare, seal, update, publish, update_weights, commit, acknowledge or
+    """generate, evaluate, score, log_probs, values, wait, prepare, seal, update, publish, update_weights, commit, acknowledge or
     checkpoint."""
     start: float
     end: float
@@ -149,7 +151,7 @@ class StepProfiler:
             [
                 interval
                 for (_, phase), intervals in kinds.items()
-                if phase != "generate" and (phase in WEIGHT_PHASES) == of_weights
+                if phase not in GENERATION_PHASES and (phase in WEIGHT_PHASES) == of_weights
                 for interval in intervals
             ]
             for of_weights in (False, True)

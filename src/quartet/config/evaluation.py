@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from quartet.config.prompt_sets import PromptSetConfig
 from quartet.config.rewards import RewardConfig
@@ -96,6 +96,10 @@ class EvaluationConfig(Section):
     max_prompts: Count = 64
     """Maximum number of validation prompts to use, from the start of the file. The same for each of `sets` without its own
     number."""
+    generators: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Number of the run's generators that only evaluate, beside the next step. It waits for the evaluation before it is
+    committed, see `evaluation_wait_seconds`. The evaluation after the last step is by all generators. The result does not
+    depend on this setting. 0: training stops during each evaluation."""
     sets: tuple[EvaluationSetConfig, ...] = ()
     """More sets of prompts. The metrics of a set are named after it, and a set can have several samples per prompt. The responses
     are not compared with those of the initial policy."""

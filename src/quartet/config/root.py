@@ -29,6 +29,7 @@ RULES: tuple[Callable[[ConfigTree], None], ...] = (
     services.check_prompts,
     services.check_services,
     evaluation.check_evaluation,
+    evaluation.check_evaluation_generators,
     services.check_reward_addresses,
     training.check_distillation,
     training.check_scores,

@@ -30,6 +30,7 @@ CHANGEABLE_SETTINGS = (
     "data.max_dropped_fraction",
     "actor.gradient_checkpointing",
     "critic.gradient_checkpointing",
+    "evaluation.generators",
     "evaluation.judge",
     "evaluation.timeout_seconds",
     "evaluation.quote_texts",

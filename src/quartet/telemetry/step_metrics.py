@@ -421,6 +421,13 @@ STEP_METRICS = (
     metric("score_seconds", "seconds", "Duration of scoring after generation.", "steady", "grows"),
     metric("update_seconds", "seconds", "Duration of the updates.", "steady", "grows"),
     metric(
+        "evaluation_wait_seconds",
+        "seconds",
+        "Time in which the step waited for the evaluation beside it. Only with evaluation.generators.",
+        "0",
+        "above 0: an evaluation takes longer than a step; raise evaluation.generators, or evaluate fewer prompts or samples",
+    ),
+    metric(
         "generators",
         "generators",
         "Generators that are ready at the end of the step.",

@@ -34,6 +34,8 @@ class Parts:
     """The parts of a step, which record their calls. The next call named ``fails_at`` raises ``failure``."""
 
     config: Config
+    is_running = is_beside_training = False
+    """Of the evaluator."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -150,7 +152,9 @@ class Transaction:
         board = ProgressBoard("run", 9)
         run: Any = SimpleNamespace(config=config, board=board, profiler=StepProfiler(), devices=devices)
         identity: Any = None
-        self.steps = StepTransaction(run, identity, None, Prompts(), any_parts, any_parts, self.attempts, any_parts)
+        self.steps = StepTransaction(
+            run, identity, None, Prompts(), any_parts, any_parts, self.attempts, any_parts, any_parts
+        )
         for name in ("seal", "start_updates", "config_at", "learning_rates", "record", "commit", "clean_up", "report"):
             setattr(self.steps, f"_{name}", getattr(parts, name))
         self.steps._write_failed_trajectories = parts.write_failed_trajectories  # type: ignore[method-assign]

@@ -70,7 +70,7 @@ def _check_sampling_penalties(rollout: RolloutConfig) -> None:
 
 def _check_off_policy_log_probs(rollout: RolloutConfig) -> None:
     """Raise ValueError if the engine reports no log-probs, which the trainer cannot compute with an older policy."""
-    settings = _settings_without_log_probs(rollout)
+    settings = settings_without_log_probs(rollout)
     if settings:
         reshapes = _sampling_penalties(rollout) or rollout.structured_output is not None
         others = "torch" if reshapes else "torch or sglang-server"
@@ -81,7 +81,7 @@ def _check_off_policy_log_probs(rollout: RolloutConfig) -> None:
         )
 
 
-def _settings_without_log_probs(rollout: RolloutConfig) -> dict[str, str]:
+def settings_without_log_probs(rollout: RolloutConfig) -> dict[str, str]:
     """Return the settings with which the engine reports no log-probs, each with the value that changes this.
 
     A version of TensorRT-LLM may report none at other temperatures than 1, too, which only a run shows.
