@@ -211,14 +211,15 @@ def train(
     times: Times,
     folder: Path,
     activity: Path | None = None,
+    evaluation: Mapping[str, Any] | None = None,
 ) -> list[tuple[float, float]]:
     """Run ``steps`` steps with simulated services. Return wall and CPU time before the first step and at every commit.
 
     ``rollout``: settings of the section besides the shared ones. ``prompts``: number of prompts in the prompts file.
-    ``num_replicas``: replicas of reward and of reference. ``activity``: see ``SimulatedModel``. Raises the error of the run if it
-    fails.
+    ``num_replicas``: replicas of reward and of reference. ``activity``: see ``SimulatedModel``. ``evaluation``: settings of the
+    section; its prompts are the first of the prompts file. Raises the error of the run if it fails.
     """
-    root = folder / "run"
+    root = prompts_of(folder).parent
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     with ExitStack() as stack:
@@ -232,9 +233,7 @@ def train(
             role: stack.enter_context(replicas(role, count, times, server.url, activity))
             for role, count in counts.items()
         }
-        config = addressed(_config(rollout, steps, prompts, root, server.url), addresses)
-        named = config.services.model_copy(update={"generators": tuple(generators)})
-        config = config.model_copy(update={"services": named})
+        config = addressed(_config(rollout, steps, prompts, root, server.url, generators, evaluation or {}), addresses)
         files = RunFiles(config.run_directory)
         files.write_config(config.to_yaml())
         board, clock = ProgressBoard(config.run.name, steps), Clock()
@@ -242,6 +241,11 @@ def train(
         TrainingRun(config, server.url, board, RunControl(files, persist=False), clock.record).run()
     shutil.rmtree(root)
     return clock.times
+
+
+def prompts_of(folder: Path) -> Path:
+    """Return the prompts file of a run in ``folder``."""
+    return folder / "run" / "prompts.jsonl"
 
 
 def _step(case: Case, number: int, before: tuple[float, float], after: tuple[float, float]) -> Step:
@@ -254,8 +258,16 @@ def _step(case: Case, number: int, before: tuple[float, float], after: tuple[flo
     return Step(after[0] - before[0], critical, after[1] - before[1], sum(lengths))
 
 
-def _config(rollout: Mapping[str, Any], steps: int, prompts: int, root: Path, url: str) -> Config:
-    path = root / "prompts.jsonl"
+def _config(
+    rollout: Mapping[str, Any],
+    steps: int,
+    prompts: int,
+    root: Path,
+    url: str,
+    generators: Sequence[str],
+    evaluation: Mapping[str, Any],
+) -> Config:
+    path = prompts_of(root.parent)
     line = json.dumps({"token_ids": list(range(PROMPT))}) + "\n"
     path.write_text(line * prompts)
     _tokenizer().save_pretrained(root / "policy")
@@ -263,12 +275,18 @@ def _config(rollout: Mapping[str, Any], steps: int, prompts: int, root: Path, ur
     return parse_config(
         {
             "run": {"name": "orchestration", "steps": steps, "directory": str(root), "seed": SEED},
-            "data": {"prompts": str(path), "max_prompt_tokens": PROMPT},
+            "data": {
+                "prompts": str(path),
+                "max_prompt_tokens": PROMPT,
+                "validation": str(path) if evaluation else None,
+            },
             "rollout": {"max_response_tokens": MAX_RESPONSE, "score_batch_size": SCORE_BATCH, **rollout},
             "actor": {"model": str(root / "policy")},
             "reward": {"model": "simulated"},
             "checkpoint": {"every_steps": 0},
             "buffer": {"url": url},
+            "services": {"generators": list(generators)},
+            "evaluation": dict(evaluation),
             "timeouts": {"generate_seconds": hour, "score_seconds": hour, "update_seconds": hour},
         },
         "benchmarks.orchestration",

@@ -191,7 +191,9 @@ class SimulatedActor(TrainedModel, GeneratingModel):
     role = Role.ACTOR
 
     def status(self) -> ServiceStatus:
-        return replace(super().status(), published_weights={self.policy_version: digest_of(self.policy_version)})
+        # The window of a weight source has at least two versions.
+        versions = range(max(0, self.policy_version - 1), self.policy_version + 1)
+        return replace(super().status(), published_weights={version: digest_of(version) for version in versions})
 
     def log_probs(self, batch: TokenBatch, temperature: float, reference: bool) -> FloatArray:
         return np.full(int(batch.response_lengths.sum()), -1.0, np.float32)

@@ -309,7 +309,8 @@ class Evaluator:
         if not request.prompts:
             return []
         run, prompts = self._config.run, request.prompts
-        # An interrupted evaluation may have left trajectories in the stream.
+        # An interrupted evaluation may have left trajectories in the stream. Its turns may be of another sampling.
+        self.forget_turns()
         self._collector.reset()
         self._stream.reset(request.leader_epoch)
         # Users answer no prompts of a file, so each response is a single one. And every sample of an evaluation counts.

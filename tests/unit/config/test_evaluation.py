@@ -78,3 +78,56 @@ def test_settings_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         config(*sets, **sections)
+
+
+BESIDE: dict[str, Any] = {"every_steps": 5, "sets": [{"name": "gsm8k", "path": "g"}], "generators": 1}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"evaluation": {**BESIDE, "every_steps": 0}},
+        "evaluation.generators 1: evaluation.every_steps is 0, so there are no evaluations; set it above 0",
+    ),
+    (
+        {"rollout": {"generators": 1}},
+        "evaluation.generators 1: at least one other generator must be left for training, and rollout.generators is 1; set "
+        "rollout.generators to 2 or more",
+    ),
+    (
+        {"actor": {"model": "a", "lora": {}}},
+        "evaluation.generators 1: with actor.lora the actor is the reference, .*; set reference.model to the model of the actor",
+    ),
+    (
+        {"rollout": {"generators": 2, "engine": "vllm", "vllm": {"release_memory": True}}},
+        "evaluation.generators 1: .* so rollout.vllm.release_memory cannot free them in between; set release_memory false",
+    ),
+    (
+        {"rollout": {"generators": 2, "engine": "vllm", "top_p": 0.9}},
+        "evaluation.generators 1: .* engine vllm reports none with rollout.top_p 0.9; set top_p 1, or evaluation.generators 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_generators_that_cannot_evaluate_beside_training_are_refused(changes: dict[str, Any], message: str) -> None:
+    usable: dict[str, Any] = {"evaluation": BESIDE, "rollout": {"generators": 2}}
+    assert config(**usable).evaluation.generators == 1
+    with pytest.raises(ConfigError, match=message):
+        config(**usable | changes)
+
+
+def test_the_number_of_generators_behind_addresses_is_not_known() -> None:
+    sections = {"services": {"generators": ["pool:1"]}, "buffer": {"url": "redis://r:1"}, "evaluation": BESIDE}
+    sections["security"] = {"allow_plaintext": True}
+    assert config(**sections).evaluation.generators == 1
+
+
+def test_generators_of_live_traffic_are_not_kept_for_evaluations() -> None:
+    traffic: dict[str, Any] = {
+        "environment": {"kind": "traffic", "traffic": {"operator_keys_file": "operators"}},
+        "rollout": {"generators": 2, "max_turns": 4, "max_off_policy_steps": 1, "in_flight_updates": True},
+        "reward": {"source": "none"},
+        "evaluation": {**BESIDE, "sets": [{"name": "gsm8k", "path": "g"}]},
+    }
+    with pytest.raises(
+        ConfigError, match=r"evaluation\.generators 1: each generator of environment\.kind traffic answers users"
+    ):
+        config(**traffic)
