@@ -79,13 +79,14 @@ class ChaosSetup:
         generators: int = 0,
         way: TransferWay = "shared memory",
         episodes: LongEpisodes | None = None,
+        evaluates: bool = False,
     ) -> None:
         """``stale``: train one step off-policy. ``ranks``: processes of actor and of critic. ``turns``: with an environment.
 
         ``dynamic_sampling``: groups of two responses, with a reward function that scores some of them alike.
         ``greedy_baselines``: estimator remax. ``fresh``: start commands as users do, without forks of the tests. ``generators``:
         processes that generate instead of the actor, and may be killed any number of times; ``way``: how they get weights.
-        ``episodes``: long ones, with their own number of generators.
+        ``episodes``: long ones, with their own number of generators. ``evaluates``: after every step, on the last generator.
         """
         self.folder, self.fresh = folder.absolute(), fresh
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -145,6 +146,10 @@ class ChaosSetup:
             tree["rollout"] |= {**groups, "dynamic_sampling": True}
             tree["reward"] = {"source": "function", "function": "quartet.rewards.examples:length_target"}
             tree["critic"]["model"] = str(toy_task.reward)
+        if evaluates:
+            tree["data"]["validation"] = str(toy_task.prompts)
+            evaluated = {"name": "more", "path": str(toy_task.prompts), "samples_per_prompt": 2, "pass_at": [2]}
+            tree["evaluation"] = {"every_steps": 1, "max_prompts": 4, "generators": 1, "sets": [evaluated]}
         if greedy_baselines:
             tree["algorithm"]["estimator"] = "remax"
         self.config = self.folder / "chaos.yaml"
@@ -329,6 +334,8 @@ def differences(run: Path, expected: Path) -> Iterator[str]:
             yield f"step {step['step']}: metrics differ from the undisturbed run: {', '.join(names)}"
     yield from _trajectory_differences(run, expected)
     yield from _manifest_differences(run)
+    if evaluations(run) != evaluations(expected):
+        yield "the files of evaluations differ from the undisturbed run"
 
 
 def _trajectory_differences(run: Path, expected: Path) -> Iterator[str]:
@@ -361,6 +368,12 @@ def digests(run: Path) -> dict[str, str]:
     """Return the SHA-256 of the final weights, and of all weights and optimizers in checkpoints, by path."""
     files = [run / "policy" / "model.safetensors", *(run / "checkpoints").glob("step-*/**/*.safetensors")]
     return {file.relative_to(run).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def evaluations(run: Path) -> dict[str, str]:
+    """Return the content of the files of evaluations by path. There are none if the run does not evaluate."""
+    files = [*run.glob("evaluations.jsonl"), *(run / "evaluations").rglob("*.jsonl")]
+    return {file.relative_to(run).as_posix(): file.read_text() for file in files}
 
 
 def step_metrics(run: Path) -> list[dict[str, float]]:

@@ -155,7 +155,13 @@ class Command:
         return results
 
     def child(self, name: str, rank: int = 0) -> int:
-        """Return the process id of a rank of a model service (by its role), of the gateway or of Redis."""
+        """Return the process id of a rank of a model service (by its role), of the gateway or of Redis.
+
+        ``rank``: of the generators, the number in the order of their start.
+        """
+        if name == "generator":
+            generators = [pid for pid, line in self.processes().items() if "quartet.services generator " in line]
+            return sorted(generators)[rank]
         module = "quartet.gateway" if name == "gateway" else f"quartet.services {name} "
         for pid, line in self.processes().items():
             if ("redis.sock" if name == "redis" else module) in line and (

@@ -38,6 +38,7 @@ from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ScorerF
 from quartet.services.orchestrator.checkpointing.step_artifacts import failed_evaluation_row
 from quartet.services.orchestrator.context import RunContext
 from quartet.services.orchestrator.rollout.collector import Collector, CommandWaits
+from quartet.system.failpoints import failpoint
 from quartet.system.user_function import FunctionWorker
 
 log = structlog.get_logger()
@@ -245,6 +246,7 @@ class Evaluator:
             return result
 
         greedy = responses(self._prompts, greedy_sampling(rollout))
+        failpoint("orchestrator.evaluating")
         sampled = responses(self._prompts, run_sampling(rollout), with_kl=True)
         policy = {
             prompt.index: PromptResponses(text, *own)

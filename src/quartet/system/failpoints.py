@@ -52,6 +52,7 @@ FAILPOINTS = {
     "reward.scoring": "a batch is about to be scored",
     "reference.scoring": "reference log-probs of a batch are about to be computed",
     "critic.scoring": "values of a batch are about to be computed",
+    "orchestrator.evaluating": "the greedy responses of an evaluation are scored; the others are not requested",
     "orchestrator.sealing": "a step is scored and prepared; its experience is not in Redis",
     "orchestrator.sealed": "the experience is in Redis; no Update request is sent",
     "actor.stepping": "the gradients of a policy mini-batch are computed; the optimizer step is not taken",
