@@ -372,7 +372,7 @@ class TrainingLoop:
             self._process_commands(step)
         self._preparation.discard()
         self._run.profiles.finish()
-        self._evaluator.finish()
+        self._evaluator.finish(self._leadership.check)
         # A stop during a pause makes this step the last one only now.
         self._evaluate_if_due(step)
         self._checkpoint_if_due(step)
@@ -437,7 +437,7 @@ class TrainingLoop:
         if step == self._num_steps or not self._control.paused:
             return
         log.info("run paused", step=step, remedy="quartet resume continues it")
-        self._evaluator.finish()
+        self._evaluator.finish(self._leadership.check)
         while self._control.paused:
             self._checkpoints.finish(self._leadership.check)
             self._board.update(state=RunState.PAUSED, phase="paused")

@@ -18,6 +18,7 @@ from benchmarks import (
     buffer,
     durability,
     end_to_end,
+    evaluations,
     exposed_weights,
     gae,
     generation,
@@ -269,6 +270,21 @@ def test_the_seconds_that_a_step_waits_for_weights_are_those_after_the_warm_up()
     assert result.publish == pytest.approx(0.005)
     text = exposed_weights.table([result, result], 8, "a machine")
     assert "| gRPC | 2 | 2.00 | 5.0 | 20.0 | 10.0 | **0.5%** (0.5% to 0.5%) |" in text
+
+
+def test_the_cost_of_evaluations_is_the_ratio_of_equal_steps() -> None:
+    without = [9.0, 9.0, 1.0, 2.0, 4.0, 2.0, 9.0]
+    stopping, beside = [99.0, 99.0, 2.0, 4.0, 8.0, 4.0, 99.0], [99.0, 99.0, 1.1, 2.0, 4.0, 2.0 / 1.1, 99.0]
+    pairs = evaluations.paired({"none": without, "training stops": stopping, "beside training": beside})
+    assert [pair.step for pair in pairs] == [3, 4, 5, 6] * 2
+    stops, runs_beside = evaluations.cost(pairs[:4]), evaluations.cost(pairs[4:])
+    assert (stops.ratio, stops.low, stops.high) == pytest.approx((2.0, 2.0, 2.0))
+    assert stops.added == pytest.approx(2.25)
+    assert runs_beside.ratio == pytest.approx(1.0)
+    # The standard deviation of log 1.1, 0, 0 and -log 1.1, and the quantile of Student's t with three degrees of freedom.
+    assert runs_beside.high == pytest.approx(np.exp(3.182 * np.log(1.1) * np.sqrt(2 / 3) / 2), rel=2e-3)
+    assert evaluations._quantile(17) == pytest.approx(2.110, abs=1e-3)
+    assert "| training stops | 4.500 | 2250 | **2.000** (2.000 to 2.000) |" in evaluations.table(pairs, "a machine")
 
 
 def test_the_buffer_rate_is_measured_from_the_first_append_to_the_last_read() -> None:

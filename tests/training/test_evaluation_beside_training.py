@@ -13,9 +13,10 @@ import pytest
 from quartet.config.root import Config
 from quartet.contract.status import Role
 from quartet.demo.toy_task import ToyTask
-from quartet.errors import ServiceUnavailable
+from quartet.errors import LeadershipConflict, ServiceUnavailable
 from quartet.run_directory.checkpoints import tagged_checkpoints
 from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.leadership import Leadership
 from quartet.services.orchestrator.rollout.evaluation import Evaluator
 from quartet.services.orchestrator.rollout.generator_pool import GeneratorPool
 from quartet.services.orchestrator.step import StepTransaction
@@ -127,7 +128,7 @@ def test_a_step_is_updated_while_the_evaluation_before_it_generates(beside: Conf
     updated, opened = threading.Event(), []
     threads = {"evaluation": 0}
 
-    def finish(transaction: StepTransaction) -> None:
+    def finish(*_: Any) -> None:
         updated.set()
 
     def compute(*arguments: Any) -> None:
@@ -155,6 +156,11 @@ MOMENTS = {
 """By moment: the method before which a run fails, and the last step that is committed and evaluated then."""
 
 
+CASES = [
+    moment if number == 0 else pytest.param(moment, marks=pytest.mark.slow) for number, moment in enumerate(MOMENTS)
+]
+
+
 class Crash(Exception):
     """The end of a process."""
 
@@ -174,7 +180,7 @@ def crash() -> None:
     raise Crash
 
 
-@pytest.mark.parametrize("moment", list(MOMENTS))
+@pytest.mark.parametrize("moment", CASES)
 def test_a_process_that_ends_beside_an_evaluation_leaves_it_to_the_next(
     moment: str, beside: Configure, stopping: Run
 ) -> None:
@@ -190,7 +196,7 @@ def test_a_process_that_ends_beside_an_evaluation_leaves_it_to_the_next(
     assert_same_evaluations(run(config), stopping)
 
 
-@pytest.mark.parametrize("moment", list(MOMENTS))
+@pytest.mark.parametrize("moment", CASES)
 def test_a_run_that_recovers_beside_an_evaluation_repeats_it_by_the_same_policy(
     moment: str, beside: Configure, stopping: Run
 ) -> None:
@@ -204,7 +210,7 @@ def test_a_run_that_recovers_beside_an_evaluation_repeats_it_by_the_same_policy(
     assert_same_evaluations(result, stopping)
 
 
-@pytest.mark.parametrize("role", [Role.ACTOR, Role.REWARD])
+@pytest.mark.parametrize("role", [Role.ACTOR, pytest.param(Role.REWARD, marks=pytest.mark.slow)])
 def test_a_service_that_is_lost_beside_an_evaluation_changes_nothing(
     role: Role, beside: Configure, stopping: Run
 ) -> None:
@@ -280,3 +286,24 @@ def test_the_best_checkpoint_is_that_of_evaluations_that_stop_training(
     folders = [sorted(path.name for path in each.files.checkpoints.iterdir()) for each in (result, expected)]
     assert folders[0] == folders[1]
     assert not any("cannot be the best" in note for note in result.progress.notes)
+
+
+def test_an_orchestrator_that_has_lost_its_lease_writes_no_evaluation(beside: Configure) -> None:
+    held = True
+
+    def lose_lease(transaction: StepTransaction, leadership: Leadership) -> None:
+        nonlocal held
+        held = False
+
+    def check(leadership: Leadership) -> None:
+        if not held:
+            raise LeadershipConflict("another orchestrator leads")
+
+    with (
+        calls(StepTransaction, FINISH, lose_lease),
+        calls(Leadership, "check", check),
+        active_run_with_generators(beside(), GENERATORS) as (active, _),
+    ):
+        result = active.finish()
+    assert result.code != 0
+    assert not result.files.evaluation_summaries.exists()

@@ -148,13 +148,14 @@ class Evaluator:
 
     @property
     def is_running(self) -> bool:
-        """Whether ``start`` has begun an evaluation that is not finished."""
+        """True while an evaluation that ``start`` began is not finished."""
         return self._running is not None
 
-    def finish(self) -> float:
+    def finish(self, check_lease: Callable[[], None]) -> float:
         """Wait for the evaluation that ``start`` began, if any, and report its result. Return the seconds of the wait.
 
-        A failure is recorded; that of step 0 is raised, and so is one of a service. Raises Cancelled after ``close``.
+        ``check_lease`` may raise before anything is written. A failure is recorded; that of step 0 is raised, and so is one of a
+        service. Raises Cancelled after ``close``.
         """
         running = self._running
         if running is None:
@@ -162,6 +163,8 @@ class Evaluator:
         started = time.perf_counter()
         if not running.result.done():
             self._board.update(phase="evaluate")
+        running.result.exception()
+        check_lease()
         self._report(running.step, running.result.result)
         self._running = None
         return time.perf_counter() - started

@@ -183,13 +183,14 @@ class Launcher:
     def _start_generator(self, index: int) -> None:
         """Start a local generator, in the environment of its engine."""
         devices = devices_of_generator(self._config, index)
-        # The process sees a config with one generator, so it cannot compute its share of the cores.
+        # The process sees a config with one generator, which trains, so it cannot compute its share of the cores.
         threads = num_threads(self._config, Role.GENERATOR)
         settings = _settings(
             [
                 f"services.generator.devices={list(devices)}",
                 f"services.generator.num_threads={threads}",
                 "rollout.generators=1",
+                "evaluation.generators=0",
             ]
         )
         settings += self._environment_settings
