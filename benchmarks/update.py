@@ -37,6 +37,7 @@ from quartet.models.training.optimizer import MasterWeightAdamW, create_optimize
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.weights.loading import load_causal_lm, load_critic
 from quartet.models.workers import shares
+from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.update_request import optimization_at, policy_loss_of, value_loss_of
 
 STEP = 1
@@ -72,6 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="KEY=VALUE",
         help="a setting, for example actor.micro_batch_tokens=4096",
     )
+    parser.add_argument(
+        "--run",
+        type=Path,
+        metavar="DIRECTORY",
+        help="a run with the same config: print its MFU beside that of the benchmark",
+    )
     add_shared(parser, "build/update", rounds=5, threads=True)
     options = parser.parse_args(arguments)
     try:
@@ -93,6 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
     text = table(results, peak, config.actor.dtype, options.threads, host)
     print(text)
+    if options.run is not None:
+        print("\n".join(beside(results, peak, metrics_of(options.run))))
     if device == "cpu":
         page.write(page_of(parser, options), "update", text)
     return 0
@@ -223,6 +232,23 @@ def _packing(packed: bool) -> Iterator[None]:
         return
     with mock.patch.object(shares, "supports_packing", return_value=False):
         yield
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    """Return the metrics of each step of a run."""
+    return [json.loads(line) for line in RunFiles(run).metrics.read_text(encoding="utf-8").splitlines()]
+
+
+def beside(results: Sequence[Result], peak: float, steps: Sequence[dict[str, float]]) -> list[str]:
+    """Return a line per model that compares the median MFU of a run's updates with that of the benchmark."""
+    lines = []
+    for result, role in zip(results, ("actor", "critic"), strict=True):
+        of_run = statistics.median(step[f"mfu_{role}"] for step in steps)
+        own = result.rate() / peak
+        lines.append(
+            f"{result.name}: MFU {own:.3f}, of the run {of_run:.3f}, which is {of_run / own:.2f} times as much"
+        )
+    return lines
 
 
 def table(results: Sequence[Result], peak: float, dtype: str, threads: int, host: str) -> str:

@@ -493,3 +493,12 @@ def test_the_source_of_weights_says_what_it_has_published() -> None:
         source._source.close()
     assert (first["version"], second["version"], second["total_bytes"]) == (0, 1, 2_000_000)
     assert first["digest"] != second["digest"]
+
+
+def test_the_mfu_of_a_run_is_compared_with_that_of_the_benchmark() -> None:
+    results = [update.Result(name, 10, 5, 2e9, [0.1, 0.2, 0.3], []) for name in ("policy", "critic")]
+    steps = [{"mfu_actor": 0.11, "mfu_critic": value} for value in (0.05, 0.09, 0.2)]
+    assert update.beside(results, 1e11, steps) == [
+        "policy: MFU 0.100, of the run 0.110, which is 1.10 times as much",
+        "critic: MFU 0.100, of the run 0.090, which is 0.90 times as much",
+    ]
