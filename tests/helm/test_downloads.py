@@ -192,16 +192,18 @@ def test_secrets_of_a_download_are_files_of_its_pod_only() -> None:
 
 def test_the_job_is_scheduled_like_the_actor_without_its_runtime() -> None:
     """A volume may be bound to the node of its first pod."""
+    term = {"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}
+    nodes = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "preference": term}]}
     spec = job_of(
         changed(
             "single-node-4-gpus",
             components__actor__nodeSelector={"gpu": "yes"},
-            components__actor__affinity={"nodeAffinity": {"a": 1}, "podAntiAffinity": {"b": 1}},
+            components__actor__affinity={"nodeAffinity": nodes, "podAntiAffinity": {}},
         )
     )["spec"]["template"]["spec"]
     assert spec["nodeSelector"] == {"gpu": "yes"}
     assert spec["tolerations"] == example("single-node-4-gpus")["defaults"]["tolerations"]
-    assert spec["affinity"] == {"nodeAffinity": {"a": 1}}
+    assert spec["affinity"] == {"nodeAffinity": nodes}
     assert "runtimeClassName" not in spec
 
 

@@ -291,7 +291,7 @@ def test_actor_and_generators_of_a_node_share_a_folder_if_the_values_name_one() 
     assert sharing == {"actor", "generator"}
     assert "share_directory: /quartet/sockets" in files(values)["deployment.yaml"]
     # By default, and if the actor generates, no pod needs more than Pod Security "restricted" allows.
-    for other in (changed("vllm-generators"), with_keys(values, components__generator__enabled=False)):
+    for other in (changed("vllm-generators"), with_keys(values, components__generator={"enabled": False})):
         other["config"].get("rollout", {}).pop("engine", None)
         other["components"]["generator"].get("image", {}).pop("variant", None)
         assert "hostPath" not in str(pods(other))

@@ -66,6 +66,94 @@ WRONG: dict[str, tuple[str, Values, str, str]] = {
         "ingress.host: ",
         "without scheme, port and wildcard",
     ),
+    "a key of a Secret with a space": (
+        "cpu-kind",
+        {"gateway": {"tokens": {"operatorKey": "a b"}}},
+        "gateway.tokens.operatorKey: ",
+        "a key of a Secret",
+    ),
+    "a target in words": (
+        "cpu-kind",
+        {"components__reward": {"autoscaling": {"kind": "hpa", "hpa": {"metric": "work", "target": "two"}}}},
+        "components.reward.autoscaling.hpa.target: ",
+        '"two"; expected a positive number',
+    ),
+    "a topology with a space": (
+        "cpu-kind",
+        {"scheduling": {"colocation": {"mode": "preferred", "topologyKey": "my zone"}}},
+        "scheduling.colocation.topologyKey: ",
+        "the key of a label",
+    ),
+    "a spread over a topology with a space": (
+        "cpu-kind",
+        {
+            "defaults__topologySpreadConstraints": [
+                {"maxSkew": 1, "topologyKey": "a b", "whenUnsatisfiable": "DoNotSchedule"}
+            ]
+        },
+        "defaults.topologySpreadConstraints.topologyKey: ",
+        "the key of a label",
+    ),
+    "a key of an annotation with a space": (
+        "cpu-kind",
+        {"components__actor__annotations": {"a b": "c"}},
+        "components.actor.annotations: ",
+        "the key of a label",
+    ),
+    "a key of a label with two slashes": (
+        "cpu-kind",
+        {"components__actor__labels": {"a/b/c": "d"}},
+        "components.actor.labels: ",
+        "the key of a label",
+    ),
+    "a label of a node with a space": (
+        "cpu-kind",
+        {"defaults__nodeSelector": {"disk": "fast ssd"}},
+        "defaults.nodeSelector.disk: ",
+        "at most 63 letters",
+    ),
+    "a volume with a dot": (
+        "cpu-kind",
+        {"components__actor__extraVolumes": [{"name": "my.volume", "emptyDir": {}}]},
+        "components.actor.extraVolumes.name: ",
+        "lower case letters, digits and -",
+    ),
+    "an address of too many colons": (
+        "two-node-actor",
+        {"redis__external__cidrs": ["1:::2/64"]},
+        "redis.external.cidrs: ",
+        "expected an address",
+    ),
+    "an address with a leading zero": (
+        "cpu-kind",
+        {"components__reward__extraEgress": [{"to": [{"ipBlock": {"cidr": "10.01.0.0/16"}}]}]},
+        "components.reward.extraEgress.to.ipBlock: ",
+        "expected an address",
+    ),
+    "a toleration of any value": (
+        "cpu-kind",
+        {"defaults__tolerations": [{"key": "a", "operator": "Exists", "value": "b"}]},
+        "defaults.tolerations: operator Exists",
+        "remove value, or set operator Equal",
+    ),
+    "a toleration of nothing": (
+        "cpu-kind",
+        {"defaults__tolerations": [{"effect": "NoSchedule"}]},
+        "defaults.tolerations: no key",
+        "operator Exists for all taints",
+    ),
+    "generators without effect": (
+        "cpu-kind",
+        {"components__generator": {"replicas": 4}},
+        "components.generator.replicas: 4",
+        "set enabled true",
+    ),
+    "turns without an environment": (
+        "cpu-kind",
+        {"config__rollout__max_turns": 4},
+        "config.environment.class_name: missing",
+        "name its class, or set max_turns 0",
+    ),
     "a name with a space": ("cpu-kind", {"config__run__name": "my run"}, "config.run.name: ", "such as my-run-1"),
     "an empty size": (
         "cpu-kind",
@@ -205,6 +293,24 @@ def test_texts_that_look_like_numbers_stay_texts() -> None:
     assert "123" in claims
     mounts = {mount["mountPath"]: mount for mount in pod["containers"][0]["volumeMounts"]}
     assert mounts["/quartet/models"]["subPath"] == "2024"
+
+
+@every_case(
+    "values, key",
+    [
+        ({"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "a"}}}]}, "secretKeyRef"),
+        ({"env": [{"name": "A", "valueFrom": {"fieldRef": {}}}]}, "fieldRef"),
+        ({"affinity": {"nodeAffinity": {"required": {}}}}, "nodeAffinity"),
+        (
+            {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"labelSelector": {}}]}}},
+            "podAffinity",
+        ),
+    ],
+)
+def test_fields_that_kubernetes_does_not_know_are_refused_by_the_schema(values: dict[str, Any], key: str) -> None:
+    assert f"/components/actor/{'env/0/valueFrom/' if 'env' in values else 'affinity/'}{key}" in refusal(
+        changed("cpu-kind", components__actor=values)
+    )
 
 
 def test_a_long_name_of_a_leader_worker_set_is_refused() -> None:

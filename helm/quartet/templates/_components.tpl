@@ -86,6 +86,19 @@ generator may have any engine. Arguments: root and component.
 {{- end -}}
 {{- end -}}
 
+{{/* Settings of the chart and the config that would be without effect, or that the config lacks. */}}
+{{- define "quartet.checkUnused" -}}
+{{- $generator := default dict .Values.components.generator -}}
+{{- if and (hasKey $generator "replicas") (gt (int $generator.replicas) 1) (not $generator.enabled) -}}
+{{- fail (printf "components.generator.replicas: %d, but components.generator.enabled is false, so the actor generates; set enabled true, or remove replicas" (int $generator.replicas)) -}}
+{{- end -}}
+{{- $turns := int (dig "rollout" "max_turns" 0 .Values.config) -}}
+{{- $environment := default dict .Values.config.environment -}}
+{{- if and (gt $turns 0) (eq (default "class" $environment.kind) "class") (not $environment.class_name) -}}
+{{- fail (printf "config.environment.class_name: missing; rollout.max_turns %d needs an environment; name its class, or set max_turns 0" $turns) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* "true" if users send requests to the policy, as has_traffic of the config tree. */}}
 {{- define "quartet.hasTraffic" -}}
 {{- $kind := dig "environment" "kind" "class" .Values.config -}}

@@ -16,7 +16,11 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- $device := dict "pattern" `^[a-z0-9.-]+/[A-Za-z0-9._-]+$` "expected" "a name with a domain, such as nvidia.com/gpu (kubectl describe node)" -}}
 {{- $digest := dict "pattern" `^sha256:[0-9a-f]{64}$` "expected" "sha256: and 64 hexadecimal digits, as in docker images --digests" -}}
 {{- $duration := dict "pattern" `^([0-9]+(h|m|s))+$` "expected" "hours, minutes and seconds, such as 720h or 1h30m" -}}
-{{- $cidr := dict "pattern" `^((25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])(\.(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])){3}/(3[0-2]|[12]?[0-9])|[0-9a-fA-F:]*:[0-9a-fA-F:.]*/(12[0-8]|1[01][0-9]|[1-9]?[0-9]))$` "expected" "an address and the length of its prefix, such as 10.20.0.0/24, or 10.20.0.5/32 for one address" -}}
+{{- $cidr := dict "pattern" `^((25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])(\.(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])){3}/(3[0-2]|[12]?[0-9])|(([0-9a-fA-F]{1,4}(:[0-9a-fA-F]{1,4})*)?::([0-9a-fA-F]{1,4}(:[0-9a-fA-F]{1,4})*)?|([0-9a-fA-F]{1,4}:){7}[0-9a-fA-F]{1,4})/(12[0-8]|1[01][0-9]|[1-9]?[0-9]))$` "expected" "an address and the length of its prefix, such as 10.20.0.0/24, or 10.20.0.5/32 for one address" -}}
+{{- $secretKey := dict "required" true "pattern" `^[A-Za-z0-9._-]{1,253}$` "expected" "a key of a Secret, of letters, digits, ., - and _, such as password" -}}
+{{- $labelKey := dict "required" true "pattern" `^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$` "expected" "the key of a label of Kubernetes, such as team or example.com/team" -}}
+{{- $labelValue := dict "pattern" `^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$` "expected" "at most 63 letters, digits, ., - and _, such as team-a" -}}
+{{- $volume := dict "required" true "pattern" `^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$` "expected" "at most 63 lower case letters, digits and -, such as shared-data" -}}
 {{- $resource := dict "pattern" `^(cpu|memory|ephemeral-storage|hugepages-[0-9A-Za-z]+|[a-z0-9.-]+/.+)$` "expected" "cpu, memory, ephemeral-storage, hugepages-SIZE, or a name with a domain, such as rdma/hca; for GPUs, set gpus of the component" -}}
 {{- $host := dict "pattern" `^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*$` "expected" "a host name in lower case without scheme, port and wildcard, such as quartet.example.com" -}}
 {{- $values := .Values -}}
@@ -37,6 +41,14 @@ Checks of texts in the values. The schema checks keys and types; its message for
   (list "redis.password.existingSecret" $values.redis.password.existingSecret $object)
   (list "redis.external.existingSecret" $values.redis.external.existingSecret $object)
   (list "downloads.existingSecret" $values.downloads.existingSecret $object)
+  (list "gateway.tokens.operatorKey" $values.gateway.tokens.operatorKey $secretKey)
+  (list "gateway.tokens.viewerKey" $values.gateway.tokens.viewerKey $secretKey)
+  (list "traffic.keys.operatorKey" $values.traffic.keys.operatorKey $secretKey)
+  (list "traffic.keys.viewerKey" $values.traffic.keys.viewerKey $secretKey)
+  (list "security.rpcToken.key" $values.security.rpcToken.key $secretKey)
+  (list "redis.password.key" $values.redis.password.key $secretKey)
+  (list "redis.external.key" $values.redis.external.key $secretKey)
+  (list "scheduling.colocation.topologyKey" $values.scheduling.colocation.topologyKey $labelKey)
   (list "imageRegistry" $values.imageRegistry $registry)
   (list "workerGroups.sharedMemory" $values.workerGroups.sharedMemory $size)
   (list "security.tls.certManager.duration" $values.security.tls.certManager.duration $duration)
@@ -69,9 +81,35 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- range $key := list "priorityClassName" "runtimeClassName" }}{{ $texts = append $texts (list (printf "%s.%s" $path $key) (get $own $key) $object) }}{{ end -}}
 {{- $texts = append $texts (list (printf "%s.sharedMemory" $path) $own.sharedMemory $size) -}}
 {{- $texts = append $texts (list (printf "%s.temporarySpace" $path) $own.temporarySpace (hasKey $own "temporarySpace" | ternary $requiredSize $size)) -}}
-{{- range $key, $text := default dict $own.labels }}{{ $texts = append $texts (list (printf "%s.labels.%s" $path $key) $text (dict "pattern" `^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$` "expected" "at most 63 letters, digits, ., - and _, such as team-a")) }}{{ end -}}
+{{- range $field := list "labels" "nodeSelector" "annotations" "serviceAnnotations" -}}
+{{- range $key, $text := default dict (get $own $field) -}}
+{{- $texts = append $texts (list (printf "%s.%s" $path $field) $key $labelKey) -}}
+{{- if has $field (list "labels" "nodeSelector") }}{{ $texts = append $texts (list (printf "%s.%s.%s" $path $field $key) $text $labelValue) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- range default list $own.topologySpreadConstraints }}{{ $texts = append $texts (list (printf "%s.topologySpreadConstraints.topologyKey" $path) .topologyKey $labelKey) }}{{ end -}}
+{{- range default list $own.extraVolumes }}{{ $texts = append $texts (list (printf "%s.extraVolumes.name" $path) .name $volume) }}{{ end -}}
+{{- range default list $own.tolerations -}}
+{{- if and (eq (default "Equal" .operator) "Exists") .value -}}
+{{- fail (printf "%s.tolerations: operator Exists, and value %q, which it does not compare; expected one of them; remove value, or set operator Equal" $path .value) -}}
+{{- end -}}
+{{- if and (eq (default "Equal" .operator) "Equal") (not .key) -}}
+{{- fail (printf "%s.tolerations: no key; expected the key of a taint, or operator Exists for all taints; add one of them" $path) -}}
+{{- end -}}
+{{- end -}}
+{{- range default list $own.extraEgress -}}
+{{- range default list .to -}}
+{{- $block := default dict .ipBlock -}}
+{{- range concat (list (default "0.0.0.0/0" $block.cidr)) (default list $block.except) }}{{ $texts = append $texts (list (printf "%s.extraEgress.to.ipBlock" $path) . $cidr) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- if hasKey (default dict $own.autoscaling) "hpa" }}{{ $texts = append $texts (list (printf "%s.autoscaling.hpa.target" $path) $own.autoscaling.hpa.target $size) }}{{ end -}}
 {{- $threshold := dict "pattern" `^([0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]+\.[0-9]*[1-9][0-9]*)$` "expected" "a positive number, such as \"32\"" -}}
 {{- $texts = append $texts (list (printf "%s.autoscaling.keda.threshold" $path) (default dict (default dict $own.autoscaling).keda).threshold $threshold) -}}
+{{- end -}}
+{{- $maps := dict "redis.annotations" $values.redis.annotations "ingress.annotations" $values.ingress.annotations "serviceAccount.annotations" $values.serviceAccount.annotations -}}
+{{- range $path, $own := $maps -}}
+{{- range $key, $_ := default dict $own }}{{ $texts = append $texts (list $path $key $labelKey) }}{{ end -}}
 {{- end -}}
 {{- range $path, $own := $images -}}
 {{- $own = default dict $own -}}
@@ -114,6 +152,7 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- include "quartet.checkNoneTwice" (dict "path" "imagePullSecrets" "keys" (list "name") "items" .Values.imagePullSecrets "own" list) -}}
 {{- include "quartet.checkNoneTwice" (dict "path" "downloads.env" "keys" (list "name") "items" .Values.downloads.env "own" (list "HOME")) -}}
 {{- include "quartet.checkRedis" . -}}
+{{- include "quartet.checkUnused" . -}}
 {{- include "quartet.checkCredentials" . -}}
 {{- if .Values.checks.paths }}{{ include "quartet.checkPaths" . }}{{ end -}}
 {{- end -}}
