@@ -307,6 +307,16 @@ def test_redis_may_be_placed_elsewhere() -> None:
     assert spec["affinity"] == {"nodeAffinity": {}}
 
 
+def test_no_probe_opens_a_connection_without_tls() -> None:
+    """Redis would log an error for each."""
+    result = manifests(example("cpu-kind"))
+    files = of_kind(result, "ConfigMap")["quartet-redis"]["data"]
+    (container,) = of_kind(result, "StatefulSet")["quartet-redis"]["spec"]["template"]["spec"]["containers"]
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        *_, script = container[name]["exec"]["command"]
+        assert "--tls" in files[script.removeprefix("/etc/redis/")]
+
+
 def test_scripts_are_refused(server: RedisServer) -> None:
     client = server.client()
     with pytest.raises(redis.exceptions.NoPermissionError):
