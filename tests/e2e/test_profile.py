@@ -7,10 +7,11 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 from tests.e2e.commands import committed_steps, settings
 from tests.e2e.conftest import Call, Run, Service, Start, step_metrics, weights
-from tests.e2e.test_gateway import ENDLESS, dashboard_link
+from tests.e2e.test_gateway import ENDLESS, dashboard_link, get
 
 LONG = settings("run.steps=60", "checkpoint.every_steps=0")
 """A run that is still active when the command arrives."""
@@ -70,7 +71,7 @@ def test_the_profile_of_a_service_that_is_killed_is_incomplete_and_training_goes
     command.wait_for(lambda: committed_steps(run) > step)
 
 
-def test_what_cannot_be_profiled_is_refused_with_status_2(
+def test_processes_report_their_devices_and_what_cannot_be_profiled_is_refused_with_status_2(
     start: Start, call: Call, config: Path, frozen: Service, tmp_path: Path
 ) -> None:
     assert call("profile", "runs/tiny", "--steps", "11").code == 2
@@ -78,9 +79,22 @@ def test_what_cannot_be_profiled_is_refused_with_status_2(
     unknown = call("profile", "runs/tiny")
     assert (unknown.code, "is not the directory of a run" in unknown.err) == (2, True)
     command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS)
-    dashboard_link(command)
+    address, token = dashboard_link(command)
     run = tmp_path / "runs" / "tiny"
     command.wait_for(lambda: committed_steps(run) >= 1)
+
+    def devices(role: str) -> list[dict[str, Any]]:
+        services = get(address, token, "/runs/tiny/services").json()
+        return [device for service in services if service["role"] == role for device in service["devices"]]
+
+    for role in ("orchestrator", "actor", "critic"):
+        [reading] = command.wait_for(lambda role=role: devices(role))  # type: ignore[misc]
+        assert reading["name"] == "cpu"
+        assert 0 <= reading["busy"] <= 1
+        assert 0 < reading["memory_used_bytes"] < reading["memory_total_bytes"]
+        assert reading["power_watts"] is None
+    command.wait_for(lambda: '"device_busy_actor"' in (run / "metrics.jsonl").read_text())
+    command.wait_for(lambda: '"devices"' in (run / "timeline.jsonl").read_text())
     assert call("pause", "runs/tiny").code == 0
     waiting = start("profile", "runs/tiny", "--steps", "1")
     waiting.wait_for(lambda: "profiles the next 1 step" in waiting.out)
