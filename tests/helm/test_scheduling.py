@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -99,7 +100,9 @@ def test_pods_are_placed_anywhere_by_default() -> None:
 
 
 def test_a_spread_constraint_without_a_selector_selects_the_pods_of_its_component() -> None:
-    template = templates(example("two-node-actor"))["reference"]
+    spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+    given = changed("two-node-actor", components__reference__topologySpreadConstraints=[spread])
+    template = templates(given)["reference"]
     (constraint,) = template["spec"]["topologySpreadConstraints"]
     assert constraint["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
     assert constraint["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "reference"
@@ -108,6 +111,62 @@ def test_a_spread_constraint_without_a_selector_selects_the_pods_of_its_componen
     values = changed("single-node-4-gpus", components__reward={"topologySpreadConstraints": [chosen]})
     (constraint,) = templates(values)["reward"]["spec"]["topologySpreadConstraints"]
     assert constraint == chosen
+
+
+def requests(values: Values) -> list[Manifest]:
+    """Return the pods with GPUs: component, number of GPUs, labels and preferences."""
+    result = []
+    for item in manifests(values):
+        spec = item.get("spec", {})
+        groups = {"StatefulSet": "template", "Deployment": "template", "LeaderWorkerSet": "leaderWorkerTemplate"}
+        if item["kind"] not in groups:
+            continue
+        template, count = spec[groups[item["kind"]]], spec.get("replicas", 1)
+        if item["kind"] == "LeaderWorkerSet":
+            template, count = template["workerTemplate"], template["size"]
+        limits = template["spec"]["containers"][0]["resources"].get("limits", {})
+        if gpus := int(limits.get("nvidia.com/gpu", 0)):
+            labels = template["metadata"]["labels"]
+            result += [{"gpus": gpus, "labels": labels, "prefers": terms(template["spec"], "preferred")}] * count
+    return result
+
+
+def matches(labels: dict[str, str], selector: Manifest) -> bool:
+    """Return whether a label selector with matchLabels and In expressions selects a pod."""
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels[each["key"]] in each["values"] for each in selector.get("matchExpressions", [])
+    )
+
+
+def waiting(pods: list[Manifest], num_nodes: int, order: random.Random) -> int:
+    """Return how many pods find no node of 8 GPUs, one after the other, if a preference decides, and then the emptiest node."""
+    nodes: list[list[Manifest]] = [[] for _ in range(num_nodes)]
+    missing = 0
+    for pod in order.sample(pods, len(pods)):
+        free = [node for node in nodes if sum(other["gpus"] for other in node) + pod["gpus"] <= 8]
+        near = [
+            term["podAffinityTerm"]["labelSelector"]
+            for term in pod["prefers"]
+            if term["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
+        ]
+
+        def score(node: list[Manifest], near: list[Manifest] = near) -> tuple[int, int, float]:
+            peers = sum(matches(other["labels"], selector) for other in node for selector in near)
+            return peers, -sum(other["gpus"] for other in node), order.random()
+
+        if free:
+            max(free, key=score).append(pod)
+        else:
+            missing += 1
+    return missing
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_pods_of_an_example_find_nodes_in_any_order(name: str) -> None:
+    """The smallest cluster of nodes with 8 GPUs that has room for them."""
+    pods = requests(example(name))
+    num_nodes = -(-sum(pod["gpus"] for pod in pods) // 8)
+    assert [waiting(pods, num_nodes, random.Random(seed)) for seed in range(100)] == [0] * 100
 
 
 def queues(values: Values) -> dict[str, tuple[str | None, str | None]]:

@@ -7,6 +7,7 @@
 {{- if or $component.model (include "quartet.mountsDisk" (dict "root" $root "folders" $folders)) -}}
 {{- $_ := set $component "affinity" (include "quartet.colocated" (dict "root" $root "affinity" $component.affinity) | fromJson) -}}
 {{- end -}}
+{{- $_ := set $component "affinity" (include "quartet.packed" (dict "root" $root "component" $component) | fromJson) -}}
 {{- /* Without a selector a constraint matches no pod. */ -}}
 {{- $constraints := list -}}
 {{- range default list $component.topologySpreadConstraints -}}
@@ -33,6 +34,28 @@ they share a volume for one node. They wait for the first pod with a model, whos
 {{- if eq $colocation.mode "preferred" }}{{ $term = dict "weight" 100 "podAffinityTerm" $term }}{{ end -}}
 {{- $key := printf "%sDuringSchedulingIgnoredDuringExecution" $colocation.mode -}}
 {{- $podAffinity := default dict $affinity.podAffinity -}}
+{{- $_ := set $podAffinity $key (append (default list (get $podAffinity $key)) $term) -}}
+{{- $_ := set $affinity "podAffinity" $podAffinity -}}
+{{- end -}}
+{{- toJson $affinity -}}
+{{- end -}}
+
+{{/*
+The affinity of a component, with a preference for nodes that have other pods with few GPUs, if a group needs several nodes. Spread over
+nodes, such pods could leave the group no whole node, and its first pods would wait for the others for good. Arguments: root and component.
+*/}}
+{{- define "quartet.packed" -}}
+{{- $affinity := deepCopy (default dict .component.affinity) -}}
+{{- $few := list -}}{{- $groups := false -}}
+{{- range $name, $component := include "quartet.components" .root | fromJson -}}
+{{- if gt (int $component.nodes) 1 }}{{ $groups = true }}{{ else if and $component.model (gt (int $component.gpus) 0) }}{{ $few = append $few $name }}{{ end -}}
+{{- end -}}
+{{- if and $groups (has .component.name $few) -}}
+{{- $expression := dict "key" "app.kubernetes.io/component" "operator" "In" "values" $few -}}
+{{- $selector := dict "matchLabels" (include "quartet.selector" .root | fromYaml) "matchExpressions" (list $expression) -}}
+{{- $term := dict "weight" 100 "podAffinityTerm" (dict "topologyKey" "kubernetes.io/hostname" "labelSelector" $selector) -}}
+{{- $podAffinity := default dict $affinity.podAffinity -}}
+{{- $key := "preferredDuringSchedulingIgnoredDuringExecution" -}}
 {{- $_ := set $podAffinity $key (append (default list (get $podAffinity $key)) $term) -}}
 {{- $_ := set $affinity "podAffinity" $podAffinity -}}
 {{- end -}}
