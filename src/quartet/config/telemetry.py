@@ -62,15 +62,9 @@ class SwanLabConfig(Section):
     """User or organization that owns the project. Null: the default of the account."""
 
 
-class TelemetryConfig(Section):
-    """Records in addition to the files that a run needs to resume. A failing tracker never fails the run."""
+class SinksConfig(Section):
+    """Trackers that get the metrics besides the run's files. A failing one never fails the run."""
 
-    tokens_every_steps: WholeNumber = 1
-    """Record the trajectories of every N-th step token by token, for the trajectory inspector. 0 disables it."""
-    tokens_keep_steps: WholeNumber = 0
-    """Number of latest recorded steps whose token files are kept. 0 keeps all."""
-    timeline: bool = True
-    """Record when each service was busy in every step."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
     wandb: WandbConfig | None = None
@@ -81,5 +75,16 @@ class TelemetryConfig(Section):
     """Send metrics to Trackio. Null disables it."""
     swanlab: SwanLabConfig | None = None
     """Send metrics to SwanLab. Null disables it."""
+
+
+class TelemetryConfig(SinksConfig):
+    """Records in addition to the files that a run needs to resume. A failing tracker never fails the run."""
+
+    tokens_every_steps: WholeNumber = 1
+    """Record the trajectories of every N-th step token by token, for the trajectory inspector. 0 disables it."""
+    tokens_keep_steps: WholeNumber = 0
+    """Number of latest recorded steps whose token files are kept. 0 keeps all."""
+    timeline: bool = True
+    """Record when each service was busy in every step."""
     otlp_endpoint: Annotated[WithoutPassword, Field(pattern=r"^https?://.+")] | None = None
     """OTLP/HTTP endpoint that receives one trace per step, such as http://127.0.0.1:4318. Null disables traces."""
