@@ -37,7 +37,7 @@ def _cell(text: str) -> str:
 def metrics() -> str:
     """Return the page of all metrics: those of the run's files and those for Prometheus."""
     from quartet.telemetry.evaluation_metrics import EVALUATION_METRICS
-    from quartet.telemetry.step_metrics import STEP_METRICS
+    from quartet.telemetry.step_metrics import STAGE_METRICS, STEP_METRICS
 
     lines = [
         "# Metrics",
@@ -52,6 +52,11 @@ def metrics() -> str:
             "Training step",
             "Each step writes one object with these keys to `metrics.jsonl`. KL, entropy and log-probs are in nats.",
             STEP_METRICS,
+        ),
+        (
+            "Stages before RLHF",
+            "`quartet sft` and `quartet reward-model` write these to `metrics.jsonl`, beside `step`, `seconds` and `entropy`.",
+            STAGE_METRICS,
         ),
         ("Evaluation", "Each evaluation writes one object with these keys to `evaluations.jsonl`.", EVALUATION_METRICS),
     ):
@@ -472,6 +477,7 @@ def _values(name: str, enum: Any, comments: dict[tuple[int, ...], str], path: tu
 
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": config_reference.reference,
+    "stages.md": config_reference.stages,
     "command-line.md": command_line,
     "metrics.md": metrics,
     "engines.md": engines,

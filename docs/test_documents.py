@@ -19,6 +19,7 @@ from quartet.config.guards import GuardConfig, GuardsConfig
 from quartet.config.loading import parse_config
 from quartet.config.policy_losses import BUILT_IN_POLICY_LOSSES, Aggregation
 from quartet.config.root import Config
+from quartet.config.supervised import RewardModelConfig
 from quartet.errors import ConfigError
 from quartet.telemetry.evaluation_metrics import EVALUATION_METRICS
 from quartet.telemetry.step_metrics import STEP_METRICS
@@ -157,7 +158,7 @@ def test_quartet_commands_named_in_pages_exist() -> None:
     groups = {command.split()[0] for command in known if " " in command}
     missing = set()
     for name, text in HAND_WRITTEN.items():
-        for words in re.findall(r"(?:`|^|/)quartet ([a-z]+(?: [a-z]+)?)", text, re.MULTILINE):
+        for words in re.findall(r"(?:`|^|/)quartet ([a-z][a-z-]*(?: [a-z]+)?)", text, re.MULTILINE):
             command = words if words.split()[0] in groups else words.split()[0]
             if command not in known | groups:
                 missing.add(f"{name}: quartet {words}")
@@ -193,7 +194,8 @@ def test_the_readme_is_short() -> None:
 
 
 def test_settings_named_in_pages_exist() -> None:
-    known = {part for setting in settings() for part in _prefixes(setting.name)}
+    every = [*settings(), *settings(RewardModelConfig)]
+    known = {part for setting in every for part in _prefixes(setting.name)}
     known |= {name.replace("services.actor", "services.ROLE") for name in known}
     unknown = set()
     for name, text in HAND_WRITTEN.items():

@@ -16,7 +16,6 @@ and pairs of equal answers, are left out.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,8 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from preferences import Pair, iterate_pairs, messages_of, positive, write_json_lines
-
+from quartet.data.preference_pairs import Pair, is_held_out, iterate_pairs, messages_of, write_json_lines
 from quartet.data.prompt_datasets import rows_file
 from quartet.data.prompt_files import iterate_rows
 from quartet.data.prompt_settings import DatasetSource, PromptSettings, RowMapping
@@ -123,6 +121,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def positive(text: str) -> int:
+    """Return an option's number. Raises argparse.ArgumentTypeError below 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: expected at least 1")
+    return value
+
+
 def _fraction(text: str) -> float:
     value = float(text)
     if not 0 <= value < 1:
@@ -147,7 +153,8 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     counts, other = Counts(), None
     if options.validation is None and options.validation_split is None:
         everything = read(source, counts, options.max_malformed)
-        held_out = {opening for opening in {pair.opening for pair in everything} if is_held_out(opening, options)}
+        openings, fraction = {pair.opening for pair in everything}, options.validation_fraction
+        held_out = {opening for opening in openings if is_held_out(opening, fraction, options.seed)}
         training = [pair for pair in everything if pair.opening not in held_out]
         validation = [pair for pair in everything if pair.opening in held_out]
     else:
@@ -221,12 +228,6 @@ def read(source: Source, counts: Counts, max_malformed: float) -> list[Pair]:
     for example in counts.examples:
         print(f"left out: {example}")
     return list(pairs.values())
-
-
-def is_held_out(opening: str, options: argparse.Namespace) -> bool:
-    """Return whether the conversations with this opening are for validation. It does not depend on the other rows."""
-    digest = hashlib.sha256(f"{options.seed}/{opening}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") < options.validation_fraction * 2**64
 
 
 def write_pairs(path: Path, pairs: list[Pair]) -> int:

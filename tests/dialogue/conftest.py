@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples/dialogue"
-PROGRAMS = ("preferences", "prepare", "tiny_policy", "train_reward")
+PROGRAMS = ("prepare", "tiny")
 
 
 @pytest.fixture(scope="session")

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import json
+import re
 import shutil
 import statistics
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import yaml
 
 from quartet.cli.plan import plan
 from quartet.config.loading import load_config
 from quartet.planner.placement import USABLE_FRACTION
 from quartet.planner.workload import read_workload
-from tests.dialogue.preference_files import write_dialogues
+from quartet.run_directory.step_lines import read_step_lines
 from tests.e2e.commands import QUARTET, Command, settings
-from tests.training.runs import merged, parsed, run_to_completion
 from tests.unit.planner.test_gpu_examples import cluster_of, placed_as_configured
 
 ROOT = Path(__file__).parents[2]
@@ -32,51 +30,34 @@ REWARD_MODEL_BYTES = 4 * 2**30
 """More than 0.6B parameters in bfloat16, the process, and the activations of one conversation need."""
 
 
-def prepare(programs: dict[str, ModuleType], folder: Path, rows: int, policy: list[str], reward: list[str]) -> None:
-    """Make data, policy and reward model as the README says."""
-    source = write_dialogues(folder / "rows.jsonl", rows)
-    built = folder / "build/dialogue"
-    for name, arguments in (
-        ("prepare", [str(source), f"{built}/data", "--validation-fraction", "0.2"]),
-        ("tiny_policy", [f"{built}/data", f"{built}/policy", *policy]),
-        ("train_reward", [f"{built}/policy", f"{built}/data", f"{built}/reward", *reward]),
-    ):
-        assert programs[name].main(arguments) == 0, name
-
-
-def test_the_tiny_config_trains_on_what_the_programs_make(
-    programs: dict[str, ModuleType], tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = ["--steps", "2", "--vocabulary", "300", "--hidden", "16", "--layers", "1"]
-    prepare(programs, tmp_path, 200, policy, ["--batch-pairs", "64"])
-    monkeypatch.chdir(tmp_path)
-    changes = {
-        "run": {"steps": 2, "directory": str(tmp_path / "runs")},
-        "rollout": {"prompts_per_step": 4, "max_response_tokens": 8, "score_batch_size": 4},
-        "evaluation": {"every_steps": 1, "max_prompts": 4},
-        "buffer": {"url": redis_url},
-    }
-    run = run_to_completion(parsed(merged(yaml.safe_load((EXAMPLE / "tiny.yaml").read_text()), changes)))
-    assert [step["step"] for step in run.metrics] == [1, 2]
-    assert all(step["failed_trajectories"] == 0 for step in run.metrics)
-    assert run.trajectories(1)[0]["prompt"].endswith("<bos>assistant\n")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_the_tiny_run_learns_from_a_preference_file(programs: dict[str, ModuleType], tmp_path: Path) -> None:
-    prepare(programs, tmp_path, 4000, ["--steps", "300", "--vocabulary", "512"], ["--learning-rate", "1e-3"])
-    options = settings("run.steps=30", "gateway.enabled=false")
-    command = Command(
-        QUARTET, "train", EXAMPLE / "tiny.yaml", *options, cwd=tmp_path, environment={"OMP_NUM_THREADS": "1"}
-    )
-    try:
-        result = command.wait(1200)
-    finally:
-        command.clean_up()
-    assert result.code == 0, result
-    rows = [json.loads(line) for line in (tmp_path / "runs/dialogue-tiny/metrics.jsonl").read_text().splitlines()]
-    scores = [row["score_mean"] for row in rows]
+def test_pairs_become_a_policy_in_three_commands(programs: dict[str, ModuleType], tmp_path: Path) -> None:
+    data, base = tmp_path / "build/dialogue/data", tmp_path / "build/dialogue/base"
+    assert programs["tiny"].main([str(data), str(base)]) == 0
+    curves, outputs = {}, {}
+    for command, name, config, options in (
+        ("sft", "dialogue-sft", "tiny-sft.yaml", []),
+        ("reward-model", "dialogue-reward-model", "tiny-reward-model.yaml", []),
+        ("train", "dialogue-tiny", "tiny.yaml", settings("run.steps=25", "gateway.enabled=false")),
+    ):
+        process = Command(
+            QUARTET, command, EXAMPLE / config, *options, cwd=tmp_path, environment={"OMP_NUM_THREADS": "1"}
+        )
+        try:
+            result = process.wait(600)
+        finally:
+            process.clean_up()
+        assert result.code == 0, result
+        assert result.leftovers == []
+        outputs[command] = [line for line in result.out.splitlines() if "as the reward service" in line]
+        curves[command] = read_step_lines(tmp_path / "runs" / name / "metrics.jsonl")
+    losses = [line["validation_loss"] for line in curves["sft"] if "validation_loss" in line]
+    assert losses[0] > losses[-1]
+    assert losses[-1] < 1
+    accuracy, longer = map(float, re.findall(r"(?:accuracy|longer answer:) ([0-9.]+)", outputs["reward-model"][-1]))
+    assert accuracy > max(longer, 1 - longer) + 0.1
+    scores = [line["score_mean"] for line in curves["train"]]
     assert statistics.fmean(scores[-5:]) > statistics.fmean(scores[:5]) + 0.5
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from quartet.config.estimators import BUILT_IN_ESTIMATORS
 from quartet.config.loading import load_config
+from quartet.config.supervised import load_stage
+from quartet.data.prompt_encoding import PromptEncoder
 from quartet.demo.toy_task import ToyTask
+from quartet.models.weights.tokenizer import load_tokenizer
+from quartet.supervised.rows import read_rows
+from tests.dialogue.conftest import programs as programs
 from tests.e2e.conftest import Call, Start
+from tests.supervised.conftest import toy as toy
 
 
 @pytest.fixture
@@ -130,3 +137,56 @@ def test_a_terminal_is_asked_for_what_is_missing(start: Start, toy_task: ToyTask
     assert (config.run.steps, config.algorithm.estimator, config.reward.function) == (5, "rloo", "my_rewards:score")
     assert (tmp_path / "my_rewards.py").is_file()
     assert "Policy to train" not in result.out
+
+
+def test_three_configs_are_written_from_pairs(toy: Path, call: Call, tmp_path: Path) -> None:
+    pairs, base = toy / "data/pairs.jsonl", toy / "base"
+    (tmp_path / "models").symlink_to(toy)
+    result = call("init", "mine", "--from-pairs", pairs, "--policy", "models/base", "--steps", 7)
+    assert result.code == 0, result.err
+    commands = "cd mine && quartet sft sft.yaml && quartet reward-model reward-model.yaml && quartet train train.yaml"
+    assert result.out.endswith(f"to train: {commands}\n")
+    folder = tmp_path / "mine"
+    sft = load_stage("sft", folder / "sft.yaml")
+    reward_model, train = load_stage("reward-model", folder / "reward-model.yaml"), load_config(folder / "train.yaml")
+    assert sft.model.path == "../models/base"
+    assert reward_model.model.path == train.actor.model == "runs/sft/policy" == f"{sft.run_directory}/policy"
+    assert train.reward.model == f"{reward_model.run_directory}/reward"
+    assert sft.data.train == reward_model.data.train == pairs
+    assert train.run.steps == 7
+    assert train.rollout.max_response_tokens + train.data.max_prompt_tokens <= 384
+    # The stages hold out the conversations that are not among the prompts of RLHF.
+    rows = read_rows(sft, load_tokenizer(base), None, lambda _: None)
+    prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    encoded = {
+        tuple(PromptEncoder.of(load_tokenizer(base), "").chats([_rendered(base, prompt)])[0]) for prompt in prompts
+    }
+    assert encoded == {tuple(row.prompt) for row in rows.training}
+    assert encoded.isdisjoint({tuple(row.prompt) for row in rows.validation})
+    again = call("init", "mine", "--from-pairs", pairs, "--policy", base)
+    assert (again.code, again.err) == (
+        2,
+        "error: mine/sft.yaml: exists; choose another folder, or replace it with --overwrite\n",
+    )
+
+
+def _rendered(base: Path, prompt: list[dict[str, str]]) -> str:
+    text: str = load_tokenizer(base).apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return text
+
+
+def test_pairs_need_a_base_model_and_are_checked(toy: Path, call: Call, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"chosen": "x"}\n')
+    for arguments, message in (
+        (["--from-pairs", toy / "data/pairs.jsonl"], "give the model to start from with --policy MODEL"),
+        (["--from-pairs", "bad.jsonl", "--policy", toy / "base"], "error: bad.jsonl:1: rejected is missing; expected"),
+        (["--from-pairs", "none.jsonl", "--policy", toy / "base"], "none.jsonl: cannot be read (No such file"),
+        (
+            ["--from-pairs", "bad.jsonl", "--policy", "x", "--reward", "y"],
+            "takes no --prompts, --reward and --reward-f",
+        ),
+    ):
+        result = call("init", "mine", *arguments)
+        assert result.code == 2
+        assert message in result.err
+        assert not (tmp_path / "mine").exists()

@@ -135,10 +135,11 @@ def test_only_a_few_parts_import_torch_transformers_or_pickle() -> None:
         "quartet.planner",  # Only to build models without weights, see below.
         "quartet.services.orchestrator",
         "quartet.services.roles",
+        "quartet.supervised",
         "quartet.weight_transfer",  # Only for process groups and on a GPU, see below.
     }
     assert importers("torch") <= direct
-    assert importers("transformers") <= {"quartet.models", "quartet.demo", "quartet.planner"}
+    assert importers("transformers") <= {"quartet.models", "quartet.demo", "quartet.planner", "quartet.supervised"}
     single = {
         name
         for name in modules()
@@ -152,3 +153,8 @@ def test_only_a_few_parts_import_torch_transformers_or_pickle() -> None:
         "quartet.weight_transfer.process_group",
     }
     assert importers("pickle", "cloudpickle", "dill") == set()
+
+
+def test_only_one_module_imports_trl() -> None:
+    found = {name for name in modules() for imported, _ in imports(name) if imported.split(".")[0] == "trl"}
+    assert found == {"quartet.supervised.trainers"}

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from quartet.config.loading import section_of
 from quartet.config.root import Config
 from quartet.config.section import MAX_SETTING
+from quartet.config.supervised import RewardModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,22 @@ def reference() -> str:
     ]
     _describe(Config, "", lines)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def stages() -> str:
+    """Return the tables of the configs of the stages before RLHF."""
+    lines = [
+        "# Settings of the stages before RLHF",
+        "",
+        "Which keys the configs of `quartet sft` and `quartet reward-model` have, which values they take, and what they mean.",
+        "[From pairs to a policy](../pairs.md) is the guide. This page is generated from the code by `make generate`.",
+        "",
+        "The tables are those of `quartet reward-model`. `quartet sft` has no `model.pad_token`,",
+        "`training.center_rewards_coefficient` and `training.margin_coefficient`.",
+        "",
+    ]
+    _describe(RewardModelConfig, "", lines)
+    return "\n".join(lines).replace("## ``", "## Top level").rstrip() + "\n"
 
 
 def _describe(section: type[BaseModel], prefix: str, lines: list[str]) -> None:

@@ -54,6 +54,7 @@ from quartet.rpc.service_channel import ServiceChannel, accepts_connections, end
 from quartet.system.child_processes import package_path
 from quartet.system.failpoints import arm
 from quartet.system.machine import available_cores, free_memory_bytes
+from quartet.system.missing_packages import installed_version
 
 console = make_console()
 
@@ -132,6 +133,9 @@ def _machine(torch: Any) -> Iterator[Finding]:
         if torch is not None
         else Finding("error", "torch", "not installed; model services need it: pip install 'quartet-rlhf[train]'")
     )
+    trl = installed_version("trl")
+    missing = "not installed; quartet sft and quartet reward-model need it: pip install 'quartet-rlhf[trl]'"
+    yield Finding("ok", "trl", trl or missing)
     yield Finding("ok", "cores", f"{available_cores()} usable")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Finding("ok", "memory", f"{total / 2**30:.1f} GiB")

@@ -107,13 +107,15 @@ def _question(text: str, default: str | None = None) -> str:
 def _start_at(folder: Path, answers: Answers) -> None:
     """Let the paths of files in the working directory start at ``folder``, where the commands run."""
 
-    def moved(path: str | Path) -> str:
-        exists = not Path(path).is_absolute() and Path(path).exists()
-        return os.path.relpath(path, folder) if exists else str(path)
+    answers.prompts = None if answers.prompts is None else Path(moved_path(folder, answers.prompts))
+    answers.policy = None if answers.policy is None else moved_path(folder, answers.policy)
+    answers.reward = None if answers.reward is None else moved_path(folder, answers.reward)
 
-    answers.prompts = None if answers.prompts is None else Path(moved(answers.prompts))
-    answers.policy = None if answers.policy is None else moved(answers.policy)
-    answers.reward = None if answers.reward is None else moved(answers.reward)
+
+def moved_path(folder: Path, path: str | Path) -> str:
+    """Return a path of the working directory as it is from ``folder``. Other texts, such as hub ids, stay the same."""
+    exists = not Path(path).is_absolute() and Path(path).exists()
+    return os.path.relpath(path, folder) if exists else str(path)
 
 
 def _write(path: Path, answers: Answers) -> None:
@@ -129,12 +131,12 @@ def _write(path: Path, answers: Answers) -> None:
             write_durably(function_file, _REWARD_FILE.format(name=answers.reward_function.partition(":")[2]))
         # The commands run in the folder of the config, so that its paths and functions are found from there.
         with contextlib.chdir(folder):
-            config = _parse(path, _config_text(path, answers, RESPONSES_PER_STEP))
+            config = _parse(path, config_text(path, answers, RESPONSES_PER_STEP))
             # The check of the prompts tells how many are usable, and so how many a step can have.
             rollout = config.rollout.model_copy(update={"prompts_per_step": 1})
             found = problems(config.model_copy(update={"rollout": rollout}))
             raise_errors(found)
-            text = _config_text(path, answers, count_prompts(config))
+            text = config_text(path, answers, count_prompts(config))
             _parse(path, text)
         write_durably(path, text)
     except (QuartetError, OSError):
@@ -177,8 +179,11 @@ def _parse(path: Path, text: str) -> Config:
     return parse_config(yaml.safe_load(text), source=str(path))
 
 
-def _config_text(path: Path, answers: Answers, num_prompts: int) -> str:
-    """Return the config with comments, for ``num_prompts`` usable prompts. Its paths start at the folder of ``path``."""
+def config_text(path: Path, answers: Answers, num_prompts: int, shape_of: str | None = None) -> str:
+    """Return the config with comments, for ``num_prompts`` usable prompts. Its paths start at the folder of ``path``.
+
+    ``shape_of``: model whose positions limit the lengths. Defaults to the policy.
+    """
     assert answers.policy is not None
     assert answers.prompts is not None
     estimator = answers.estimator or DEFAULT_ESTIMATOR
@@ -188,17 +193,17 @@ def _config_text(path: Path, answers: Answers, num_prompts: int) -> str:
     samples = SAMPLES_PER_PROMPT if spec is not None and spec.uses_groups else 1
     if samples > 1:
         prompts = min(prompts, RESPONSES_PER_STEP // samples)
-    prompt_tokens, response_tokens = _lengths(answers.policy)
+    prompt_tokens, response_tokens = _lengths(shape_of or answers.policy)
     if answers.reward is not None:
         reward = f"""\
   # A sequence classifier with one output and the policy's tokenizer.
-  model: {_scalar(answers.reward)}
+  model: {scalar(answers.reward)}
 """
     else:
         reward = f"""\
   # Called as f(prompt, response, fields); returns a number. The module is in this folder, or installed.
   source: function
-  function: {_scalar(answers.reward_function)}
+  function: {scalar(answers.reward_function)}
 """
     critic = """
 critic:
@@ -212,13 +217,13 @@ critic:
 # Settings that are left out have a default: quartet config show {path.name} prints all of them.
 run:
   # The run is stored in runs/{_name(path)}.
-  name: {_scalar(_name(path))}
+  name: {scalar(_name(path))}
   steps: {answers.steps or DEFAULT_STEPS}
 
 data:
   # {FORMATS}.
   # Each row has prompt, text, messages or token_ids. A reward function gets all fields of its row.
-  prompts: {_scalar(str(answers.prompts))}
+  prompts: {scalar(str(answers.prompts))}
   # Longer prompts are dropped; truncation: left or right shortens them.
   max_prompt_tokens: {prompt_tokens}
   # Prompts for evaluations, in the same format:
@@ -226,7 +231,7 @@ data:
 
 actor:
   # The policy to train. Its initial weights are the reference for the KL penalty.
-  model: {_scalar(answers.policy)}
+  model: {scalar(answers.policy)}
   # Change this first: raise it if the reward does not rise, lower it if the KL divergence runs away. LoRA needs about 1.0e-4.
   learning_rate: 1.0e-5
   # Train adapters instead of all weights:
@@ -237,7 +242,7 @@ reward:
 algorithm:
   # gae is PPO, with a critic. Without: reinforce, reinforce_plus_plus, remax. With several samples per prompt: rloo, grpo, opo,
   # reinforce_plus_plus_baseline.
-  estimator: {_scalar(estimator)}
+  estimator: {scalar(estimator)}
   # The weight of the KL penalty. Raise it if the policy exploits the reward, or its responses degenerate.
   kl_coefficient: 0.05
 
@@ -279,6 +284,6 @@ def _name(path: Path) -> str:
     return re.sub(r"^[^A-Za-z0-9]+", "", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem))[:64] or "run"
 
 
-def _scalar(value: Any) -> str:
+def scalar(value: Any) -> str:
     """Return a value as YAML in one line."""
     return yaml.safe_dump(value, width=10_000, allow_unicode=True).removesuffix("...\n").strip()

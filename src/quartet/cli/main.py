@@ -45,6 +45,7 @@ Overlays = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run of the same name.")]
 
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run of this name from its last committed step.")]
+ResumeStage = Annotated[bool, typer.Option("--resume", help="Resume the run of this name from its last checkpoint.")]
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT, as in shells."""
@@ -96,13 +97,26 @@ def init_config(
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps. Default: 200.")] = None,
+    from_pairs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Preference pairs. Writes three configs to DIR: supervised fine-tuning of --policy, a reward model, and RLHF.",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: use the flags and the defaults.")] = False,
 ) -> None:
     """Write a commented config for your models and prompts. In a terminal, ask for what the flags do not say."""
     from quartet.cli.init_config import Answers, init
 
-    init(path, Answers(policy, prompts, reward, reward_function, estimator, steps), overwrite, yes)
+    answers = Answers(policy, prompts, reward, reward_function, estimator, steps)
+    if from_pairs is None:
+        init(path, answers, overwrite, yes)
+        return
+    from quartet.cli.init_from_pairs import init_from_pairs
+
+    init_from_pairs(Path() if path == Path("my.yaml") else path, from_pairs, answers, overwrite)
 
 
 @app.command()
@@ -113,6 +127,26 @@ def train(
     from quartet.cli.start_run import train as start
 
     start(config, overrides or [], overwrite, resume)
+
+
+@app.command()
+def sft(
+    config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = False, resume: ResumeStage = False
+) -> None:
+    """Fine-tune a language model on answers: demonstrations, or the chosen ones of pairs. Needs the extra trl."""
+    from quartet.cli.supervised import train_stage
+
+    train_stage("sft", config, overrides or [], overwrite, resume)
+
+
+@app.command()
+def reward_model(
+    config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = False, resume: ResumeStage = False
+) -> None:
+    """Train a reward model on pairs of answers. Needs the extra trl."""
+    from quartet.cli.supervised import train_stage
+
+    train_stage("reward-model", config, overrides or [], overwrite, resume)
 
 
 @app.command()
@@ -399,13 +433,20 @@ def certificates(
 @config_app.command("check")
 def config_check(config: ConfigPath, overrides: Overrides = None, overlays: Overlays = None) -> None:
     """Check a config and the files that it names: prompts, models, certificates, tokens and passwords."""
-    from quartet.config.loading import load_config
+    from quartet.config.root import Config
+    from quartet.config.supervised import load_any_config
+
+    loaded = load_any_config(config, overrides or [], tuple(overlays or ()))
+    if not isinstance(loaded, Config):
+        from quartet.supervised.stage import check_stage
+
+        check_stage(loaded, typer.echo)
+        typer.echo(f"{config}: valid")
+        return
     from quartet.preflight import problems
     from quartet.preflight.findings import has_error, raise_errors
 
-    found = problems(
-        load_config(config, overrides or [], overlays or []), report=lambda line: typer.echo(line, err=True)
-    )
+    found = problems(loaded, report=lambda line: typer.echo(line, err=True))
     for finding in found:
         if finding.level == "warning" or not has_error(found):
             typer.echo(finding)
@@ -416,9 +457,9 @@ def config_check(config: ConfigPath, overrides: Overrides = None, overlays: Over
 @config_app.command("show")
 def config_show(config: ConfigPath, overrides: Overrides = None, overlays: Overlays = None) -> None:
     """Print the complete config, including defaults and overrides."""
-    from quartet.config.loading import load_config
+    from quartet.config.supervised import load_any_config
 
-    typer.echo(load_config(config, overrides or [], overlays or []).to_yaml(), nl=False)
+    typer.echo(load_any_config(config, overrides or [], tuple(overlays or ())).to_yaml(), nl=False)
 
 
 @config_app.command("reference")

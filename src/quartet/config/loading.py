@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -19,6 +19,9 @@ from quartet.config.section import Section
 from quartet.config.url_redaction import redact_url
 from quartet.errors import ConfigError
 
+STAGE_NAMES = ("sft", "reward-model")
+"""Commands with a config of another kind, whose ``stage`` is the name."""
+Tree = TypeVar("Tree", bound=Section)
 FIRST_CONFIG_LINE = "# The config of a run of Quartet, as resolved.\n"
 """First line of every run's config.yaml. A directory with such a file is a run directory."""
 MAX_FAST_INDICATORS = 3000
@@ -30,7 +33,14 @@ def load_config(path: Path, overrides: list[str] | None = None, layers: Sequence
 
     Raises ConfigError that names file, line and key.
     """
+    return load_section(Config, path, overrides, layers)
+
+
+def load_section(kind: type[Tree], path: Path, overrides: list[str] | None = None, layers: Sequence[Path] = ()) -> Tree:
+    """Load a config file of another ``kind`` as ``load_config`` does. Raises ConfigError."""
     tree, locations = _read(path)
+    if kind is Config and (stage := tree.get("stage")) in STAGE_NAMES:
+        raise ConfigError(f"config {path}: is of quartet {stage}, not of quartet train; run quartet {stage} {path}")
     for layer in layers:
         layer_tree, layer_locations = _read(layer)
         tree = _merged(tree, layer_tree)
@@ -43,7 +53,12 @@ def load_config(path: Path, overrides: list[str] | None = None, layers: Sequence
         # A section that only the override names has no line in a file.
         for end in range(1, len(keys)):
             locations.setdefault(keys[:end], "--set ")
-    return parse_config(tree, source=" + ".join(map(str, (path, *layers))), locations=locations)
+    return _parse(kind, tree, " + ".join(map(str, (path, *layers))), locations)
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """Return the values in a config file as nested dicts. Raises ConfigError if it cannot be read or is no mapping."""
+    return _read(path)[0]
 
 
 def shareable_yaml(path: Path, overrides: Sequence[str] = ()) -> str:
@@ -146,10 +161,14 @@ def _merged(base: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
 
 def parse_config(tree: dict[str, Any], source: str, locations: dict[tuple[str, ...], str] | None = None) -> Config:
     """Validate nested dicts. ``locations`` gives file and line of keys. Raises ConfigError that names every invalid key."""
+    return _parse(Config, tree, source, locations or {})
+
+
+def _parse(kind: type[Tree], tree: dict[str, Any], source: str, locations: dict[tuple[str, ...], str]) -> Tree:
     try:
-        return Config.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
-        problems = [_describe(item, source, locations or {}) for item in _errors(error)]
+        problems = [_describe(kind, item, source, locations) for item in _errors(error)]
         if len(problems) > 1:
             problems = [f"config {source}: {len(problems)} problems:", *problems]
         raise ConfigError("\n  ".join(problems)) from None
@@ -160,7 +179,7 @@ def invalid_keys(tree: dict[str, Any]) -> list[tuple[str, str]]:
     try:
         Config.model_validate(tree)
     except ValidationError as error:
-        return [(".".join(map(str, item["loc"])), _problem(item)) for item in _errors(error)]
+        return [(".".join(map(str, item["loc"])), _problem(Config, item)) for item in _errors(error)]
     return []
 
 
@@ -195,24 +214,24 @@ def _message(item: dict[str, Any]) -> str:
     return f"expected {text.removeprefix(_PYDANTIC)}" if text.startswith(_PYDANTIC) else text
 
 
-def _describe(item: dict[str, Any], source: str, locations: dict[tuple[str, ...], str]) -> str:
+def _describe(root: type[Section], item: dict[str, Any], source: str, locations: dict[tuple[str, ...], str]) -> str:
     path = tuple(str(part) for part in item["loc"])
     # List elements and missing keys have no location, so that of their parent is used.
     known = (locations[path[:end]] for end in range(len(path), 0, -1) if path[:end] in locations)
     where = next(known, f"config {source}: ")
     key = f"{'.'.join(path)}: " if path else ""
-    return f"{where}{key}{_problem(item)}"
+    return f"{where}{key}{_problem(root, item)}"
 
 
-def _problem(item: dict[str, Any]) -> str:
+def _problem(root: type[Section], item: dict[str, Any]) -> str:
     location = tuple(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        return f"unknown key; {_hint(location)}"
+        return f"unknown key; {_hint(root, location)}"
     if item["type"] == "missing":
         return "missing; it has no default"
     message = str(item["text"])
     if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        section = _section_at(location)
+        section = _section_at(root, location)
         message = f"expected a section with the keys {', '.join(section.model_fields)}" if section else message
     if not location:
         return message
@@ -255,15 +274,13 @@ _PLAIN_MESSAGES = {
 """Messages by pydantic's type of error, whose own texts name its parser and Python's types."""
 
 
-def _hint(location: tuple[str, ...]) -> str:
+def _hint(root: type[Section], location: tuple[str, ...]) -> str:
     """Return what an unknown key could mean: another project's name, the same name elsewhere, a similar name, or all names."""
     *sections, name = location
-    section = _section_at(tuple(sections))
+    section = _section_at(root, tuple(sections))
     known = list(section.model_fields) if section else []
-    same_name = [
-        key for key in _all_keys(Config) if key.endswith(f".{name}") and "." not in key.removesuffix(f".{name}")
-    ]
-    meant = KEYS_BY_PEER_NAME.get(name)
+    same_name = [key for key in _all_keys(root) if key.endswith(f".{name}") and "." not in key.removesuffix(f".{name}")]
+    meant = KEYS_BY_PEER_NAME.get(name) if root is Config else None
     if meant is not None and meant.rpartition(".")[2] in known:
         # Several sections have this setting, and the user has chosen one.
         meant = ".".join((*sections, meant.rpartition(".")[2]))
@@ -282,8 +299,8 @@ def _all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _all_keys(subsection, f"{prefix}{name}.")
 
 
-def _section_at(location: tuple[str, ...]) -> type[BaseModel] | None:
-    section: type[BaseModel] = Config
+def _section_at(root: type[Section], location: tuple[str, ...]) -> type[BaseModel] | None:
+    section: type[BaseModel] = root
     for part in location:
         if part.isdecimal():
             continue

@@ -49,9 +49,21 @@ def lock_run_directory(files: RunFiles) -> AbstractContextManager[None]:
     )
 
 
+def is_locked(files: RunFiles) -> bool:
+    """Return whether a process runs in the directory."""
+    try:
+        with (files.root / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def is_used(files: RunFiles) -> bool:
     """Return whether a run has left its files here."""
-    return files.metrics.exists() or files.policy.exists()
+    return files.metrics.exists() or files.policy.exists() or files.identity.exists()
 
 
 def check_unused(files: RunFiles) -> None:

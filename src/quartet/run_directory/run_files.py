@@ -104,6 +104,10 @@ class RunFiles:
         self.policy_record = root / "policy.json"
         """States the step of the saved policy. Missing while a policy is being saved."""
         self.adapter = root / "adapter"
+        self.reward = root / "reward"
+        """The model of `quartet reward-model`."""
+        self.stage = root / "stage"
+        """Checkpoints of `quartet sft` and `quartet reward-model`."""
         self.policy_ema = root / "policy-ema"
         self.references = root / "reference"
         self.alerts = root / "alerts.jsonl"
@@ -174,6 +178,13 @@ class RunFiles:
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+    def is_finished(self, step: int) -> bool:
+        """Return whether what the run leaves after ``step``, its last one, is complete: its policy, or the model of a stage."""
+        if self.policy.is_dir():
+            return self.policy_step() == step
+        outcome = self.read_outcome()
+        return self.reward.is_dir() and outcome is not None and outcome.state is RunState.FINISHED
 
     def last_step(self) -> int:
         """Return the last committed step, 0 for none. Raises ConfigError if the metrics are damaged."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quartet.config.loading import load_config
 from quartet.config.root import Config
+from quartet.config.supervised import load_any_config
 from quartet.errors import ConfigError
 from quartet.run_directory.checkpoints import (
     Checkpoint,
@@ -101,7 +102,8 @@ def config_of_policy(directory: str) -> Config | None:
     if files is None:
         return None
     try:
-        return load_config(files.config)
+        config = load_any_config(files.config)
+        return config if isinstance(config, Config) else None
     except ConfigError as error:
         print(f"note: the run's data.chat_template_kwargs, tools and documents are not used: {error}", file=sys.stderr)
         return None

@@ -8,23 +8,28 @@ from importlib.metadata import PackageNotFoundError, version
 
 from quartet.errors import ConfigError
 
-_PACKAGES = ("torch", "transformers", "peft", "tokenizers")
+_EXTRAS = dict.fromkeys(("torch", "transformers", "peft", "tokenizers"), "train") | dict.fromkeys(
+    ("trl", "accelerate"), "trl"
+)
+"""Extra of each package."""
 
 
 def explain_missing_package(error: ModuleNotFoundError) -> Exception:
     """Return a ConfigError that names the extra if one of its packages is missing; otherwise the error itself."""
     package = (error.name or "").partition(".")[0]
-    if package not in _PACKAGES:
+    if package not in _EXTRAS:
         return error
-    return ConfigError(f"the package {package} is not installed; install it with pip install 'quartet-rlhf[train]'")
+    return ConfigError(_missing(package, _EXTRAS[package]))
 
 
-def require_verifier_package(package: str) -> None:
-    """Raise ConfigError if a package of the extra is missing. Called on import, so that the check of a config reports it."""
+def require_package(package: str, extra: str) -> None:
+    """Raise ConfigError if a package of an extra is missing."""
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"the package {package} is not installed; install it with pip install 'quartet-rlhf[verifiers]'"
-        )
+        raise ConfigError(_missing(package, extra))
+
+
+def _missing(package: str, extra: str) -> str:
+    return f"the package {package} is not installed; install it with pip install 'quartet-rlhf[{extra}]'"
 
 
 @functools.cache

@@ -27,7 +27,7 @@ class MetricDefinition:
     """Title of the chart that shows it, or an empty string."""
     label: str = ""
     """Name of its curve in the chart, and in tables for people. NAME and K stand for a part, as in the name."""
-    needs: Literal["", "scores", "critic", "teacher"] = ""
+    needs: Literal["", "scores", "critic", "teacher", "stage"] = ""
     """Part of a run without which it has no such chart."""
 
     @property
@@ -36,7 +36,7 @@ class MetricDefinition:
         return f"{self.label}, {self.unit}" if " per " in self.unit else self.label
 
 
-CHART_CURVES: tuple[tuple[str, Literal["", "scores", "critic", "teacher"], dict[str, str]], ...] = (
+CHART_CURVES: tuple[tuple[str, Literal["", "scores", "critic", "teacher", "stage"], dict[str, str]], ...] = (
     ("Reward", "scores", {"reward_mean": "reward"}),
     ("Reward parts", "scores", {"reward_NAME_mean": "NAME"}),
     ("Reward weights", "scores", {"reward_NAME_weight": "NAME"}),
@@ -70,6 +70,7 @@ CHART_CURVES: tuple[tuple[str, Literal["", "scores", "critic", "teacher"], dict[
     ("Finished responses", "", {"eos_rate": "finished responses"}),
     ("Gradient norms", "", {"grad_norm_actor": "actor"}),
     ("Gradient norms", "critic", {"grad_norm_critic": "critic"}),
+    ("Gradient norms", "stage", {"grad_norm": "model"}),
     ("Clipped", "", {"clip_fraction": "clip fraction"}),
     ("Clipped", "critic", {"value_clip_fraction": "clip fraction of values"}),
     ("Approximate KL", "", {"approx_kl": "old policy to new"}),
@@ -88,6 +89,7 @@ CHART_CURVES: tuple[tuple[str, Literal["", "scores", "critic", "teacher"], dict[
     ("KL coefficient", "", {"kl_coefficient": "β"}),
     ("Learning rate", "", {"learning_rate_actor": "actor"}),
     ("Learning rate", "critic", {"learning_rate_critic": "critic"}),
+    ("Learning rate", "stage", {"learning_rate": "model"}),
     ("Repetition", "", {"repetition": "repetition"}),
     ("Reward on validation prompts", "", {"eval_reward_greedy": "greedy", "eval_reward_sampled": "sampled"}),
     (
@@ -99,6 +101,10 @@ CHART_CURVES: tuple[tuple[str, Literal["", "scores", "critic", "teacher"], dict[
     ("Reward on evaluation sets", "", {"eval_NAME_reward_mean": "NAME"}),
     ("KL of sampled responses", "", {"eval_kl": "sampled"}),
     ("Length of evaluated responses", "", {"eval_tokens_greedy": "greedy", "eval_tokens_sampled": "sampled"}),
+    ("Loss", "stage", {"loss": "training", "validation_loss": "held-out rows"}),
+    ("Accuracy of pairs", "stage", {"accuracy": "training", "validation_accuracy": "held-out rows"}),
+    ("Margin of scores", "stage", {"margin": "training", "validation_margin": "held-out rows"}),
+    ("Accuracy of tokens", "stage", {"token_accuracy": "training", "validation_token_accuracy": "held-out rows"}),
 )
 """Charts in their order: title, part of a run that they need, and the labels of their curves by metric."""
 

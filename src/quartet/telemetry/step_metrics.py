@@ -538,7 +538,27 @@ STEP_METRICS = (
 )
 """Metrics of metrics.jsonl. Those of critic, scores, episodes and generators in separate processes are absent without them."""
 
-METRICS = {definition.name: definition for definition in (*STEP_METRICS, *EVALUATION_METRICS)}
+STAGE_METRICS = (
+    *(
+        metric(f"{prefix}{name}", unit, f"{meaning} {rows}", healthy, warning)
+        for name, unit, meaning, healthy, warning in (
+            ("loss", "", "Mean loss", "falls, then settles", "rises, or does not fall"),
+            ("accuracy", "share of pairs", "Pairs whose chosen answer scores higher,", "rises from 0.5", "stays there"),
+            ("margin", "reward", "Mean score of chosen less rejected answers", "rises, then settles", "stays at 0"),
+            ("token_accuracy", "share of tokens", "Answer tokens that are the most probable ones,", "rises", "falls"),
+        )
+        for prefix, rows in (
+            ("", "of the rows of the step."),
+            ("validation_", "of the held-out rows. Only in steps with an evaluation."),
+        )
+    ),
+    metric("grad_norm", "", "Gradient norm before clipping.", "steady", "spikes, growth"),
+    metric("learning_rate", "per optimizer step", "Learning rate of the step.", "as scheduled"),
+    metric("tokens", "tokens", "Tokens of the step, without padding.", "steady"),
+)
+"""Metrics of the stages before RLHF. They also write ``step``, ``seconds``, and ``entropy`` in supervised fine-tuning."""
+
+METRICS = {definition.name: definition for definition in (*STEP_METRICS, *STAGE_METRICS, *EVALUATION_METRICS)}
 """All metrics by name."""
 CHARTS = {
     title: [METRICS[name] for each, _, labels in CHART_CURVES if each == title for name in labels]

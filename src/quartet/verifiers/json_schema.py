@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from quartet.system.missing_packages import require_verifier_package
+from quartet.system.missing_packages import require_package
 from quartet.verifiers.bounded import call_bounded, limit_memory
 from quartet.verifiers.errors import InvalidField
 from quartet.verifiers.fields import field
 
-require_verifier_package("jsonschema")
+require_package("jsonschema", "verifiers")
 
 
 def valid(

@@ -8,12 +8,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from quartet.system.missing_packages import require_verifier_package
+from quartet.system.missing_packages import require_package
 from quartet.verifiers.bounded import call_bounded
 from quartet.verifiers.errors import ComputationTooLarge, InvalidField
 from quartet.verifiers.fields import answer_text
 
-require_verifier_package("math_verify")
+require_package("math_verify", "verifiers")
 WALL_FACTOR = 10.0
 """Wall time of a comparison per second of its CPU time."""
 

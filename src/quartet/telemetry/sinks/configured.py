@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from quartet.config.root import Config
+from quartet.config.supervised import StageConfig
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from quartet.telemetry.sinks.sink import Sink
 
 
-def check_sinks(config: Config) -> None:
+def check_sinks(config: Config | StageConfig) -> None:
     """Raise ConfigError if packages of enabled sinks are not installed."""
     telemetry = config.telemetry
     packages = {
@@ -36,7 +37,7 @@ def check_sinks(config: Config) -> None:
         raise ConfigError("\n  ".join(missing))
 
 
-def open_sinks(config: Config, files: RunFiles, identity: str, note: Callable[[str], None]) -> Sinks:
+def open_sinks(config: Config | StageConfig, files: RunFiles, identity: str, note: Callable[[str], None]) -> Sinks:
     """Connect to the sinks that ``config`` enables. ``identity`` is the run's id; ``note`` gets messages for the user."""
     from quartet.telemetry.sinks.background import Sinks
 
@@ -86,7 +87,7 @@ def open_sinks(config: Config, files: RunFiles, identity: str, note: Callable[[s
     return Sinks(openers, note)
 
 
-def _config_to_send(config: Config) -> dict[str, Any]:
+def _config_to_send(config: Config | StageConfig) -> dict[str, Any]:
     """Return the settings without passwords. The config hides the buffer's; URLs of sinks may contain others."""
     tree: dict[str, Any] = yaml.safe_load(config.to_yaml())
     del tree["telemetry"]

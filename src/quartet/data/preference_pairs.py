@@ -1,4 +1,4 @@
-"""Preference pairs: read from the rows of public data sets, and from the files that prepare.py writes.
+"""Preference pairs and demonstrations: rows with two answers to a prompt, or with one.
 
 A row has one of these forms:
 
@@ -7,11 +7,13 @@ A row has one of these forms:
 - ``chosen`` and ``rejected`` are lists of messages, as in the binarized UltraFeedback of HuggingFaceH4 and of trl-lib: complete
   conversations, or only the last message beside ``prompt``, which is a text or a list of messages.
 - ``prompt``, ``chosen`` and ``rejected`` are texts: a question and two answers.
+
+A demonstration is the better answer of a pair, the last of ``messages``, or ``completion`` beside ``prompt``.
 """
 
 from __future__ import annotations
 
-import argparse
+import hashlib
 import json
 import math
 import re
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quartet.data.prompt_files import iterate_rows
+from quartet.data.prompt_files import iterate_rows, location
 from quartet.errors import DataError
 
 Message = tuple[str, str]
@@ -32,6 +34,24 @@ EXPECTED = (
     'expected "chosen" and "rejected": transcripts with "\\n\\nHuman:" and "\\n\\nAssistant:", or lists of objects with "role" '
     'and "content", each with the prompt or beside "prompt"'
 )
+
+
+ANSWERS = ("chosen", "messages", "completion")
+"""Columns with the answer of a demonstration."""
+EXPECTED_DEMONSTRATION = 'expected "messages", "completion" beside "prompt", or "chosen" as in a preference pair'
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """An answer to a prompt, whose last message is the user's."""
+
+    prompt: tuple[Message, ...]
+    answer: str
+
+    @property
+    def opening(self) -> str:
+        """First message of the user in lower case, without repeated spaces. Conversations with the same one count as related."""
+        return _opening(self.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +66,7 @@ class Pair:
     @property
     def opening(self) -> str:
         """First message of the user in lower case, without repeated spaces. Conversations with the same one count as related."""
-        return " ".join(next(content for role, content in self.prompt if role == USER).casefold().split())
+        return _opening(self.prompt)
 
     def to_json(self) -> dict[str, Any]:
         """Return the pair in the explicit chat format, which TRL reads, too."""
@@ -56,22 +76,46 @@ class Pair:
         return value if self.margin is None else {**value, "margin": self.margin}
 
 
-def positive(text: str) -> int:
-    """Return an option's number. Raises argparse.ArgumentTypeError below 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: expected at least 1")
-    return value
-
-
 def messages_of(prompt: Iterable[Message]) -> list[dict[str, str]]:
     """Return messages as chat templates take them."""
     return [{"role": role, "content": content} for role, content in prompt]
 
 
+def _opening(prompt: Iterable[Message]) -> str:
+    return " ".join(next(content for role, content in prompt if role == USER).casefold().split())
+
+
+def is_held_out(opening: str, fraction: float, seed: int) -> bool:
+    """Return whether the conversations with this opening are for validation. It does not depend on the other rows."""
+    digest = hashlib.sha256(f"{seed}/{opening}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
 def read_pairs(path: Path) -> list[Pair]:
-    """Return the pairs of a file that prepare.py has written. Raises DataError with file and line."""
-    return [parse_pair(row, f"{path}:{line}") for line, row in iterate_rows(path)]
+    """Return the pairs of a file. Raises DataError with file and line, also for equal answers, and for an empty file."""
+    pairs = []
+    for where, row in _rows(path):
+        pair = parse_pair(row, where)
+        if pair.chosen == pair.rejected:
+            raise DataError(
+                f"{where}: chosen and rejected are equal; expected two different answers, or remove the row"
+            )
+        pairs.append(pair)
+    return pairs
+
+
+def read_demonstrations(path: Path) -> list[Demonstration]:
+    """Return the demonstrations of a file. Raises DataError with file and line, and for an empty file."""
+    return [parse_demonstration(row, where) for where, row in _rows(path)]
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    empty = True
+    for number, row in iterate_rows(path):
+        empty = False
+        yield location(path, number).removeprefix("prompts "), row
+    if empty:
+        raise DataError(f"{path}: empty; expected at least one row")
 
 
 def write_json_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
@@ -91,6 +135,15 @@ def parse_pair(row: Mapping[str, Any], where: str) -> Pair:
             f"{where}: chosen and rejected differ before the last message; expected two answers to one prompt"
         )
     return Pair(chosen[:-1], chosen[-1][1], rejected[-1][1], _margin(row, where))
+
+
+def parse_demonstration(row: Mapping[str, Any], where: str) -> Demonstration:
+    """Return the demonstration of a row. Raises DataError that begins with ``where``."""
+    name = next((name for name in ANSWERS if row.get(name)), None)
+    if name is None:
+        raise DataError(f"{where}: has no answer; {EXPECTED_DEMONSTRATION}")
+    conversation = _conversation(row, name, where)
+    return Demonstration(conversation[:-1], conversation[-1][1])
 
 
 def _conversation(row: Mapping[str, Any], name: str, where: str) -> tuple[Message, ...]:
@@ -152,7 +205,7 @@ def _check_order(messages: tuple[Message, ...], where: str) -> None:
 def _margin(row: Mapping[str, Any], where: str) -> float | None:
     """Return the margin of a row, or the difference of its ratings. None without them."""
     names = ("margin",) if row.get("margin") is not None else ("score_chosen", "score_rejected")
-    numbers = [row.get(name) for name in names]
+    numbers: list[Any] = [row.get(name) for name in names]
     if all(number is None for number in numbers):
         return None
     for name, number in zip(names, numbers, strict=True):
