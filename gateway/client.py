@@ -19,8 +19,8 @@ from urllib.parse import quote
 import httpx2
 
 from quartet import __version__
-from quartet.config.loading import load_config
 from quartet.config.section import is_loopback
+from quartet.config.supervised import StageConfig, load_any_config
 from quartet.errors import ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.run_directory.run_files import RunFiles
 
@@ -125,13 +125,15 @@ def _describe_inactive(directory: Path, files: RunFiles) -> str:
     """Return how far a run without processes has come, and the commands for it."""
     if not files.is_run():
         return f"run {directory}: is not the directory of a run; expected a directory such as runs/NAME"
-    steps, last, shown = load_config(files.config).run.steps, files.last_step(), shell_quote(str(directory))
+    config = load_any_config(files.config)
+    steps, last, shown = config.run.steps or 0, files.last_step(), shell_quote(str(directory))
+    command = config.stage if isinstance(config, StageConfig) else "train"
     look = f"quartet view {shown} shows it in the dashboard, quartet report {shown} writes a report"
-    if last >= steps and files.policy_step() == last:
+    if last >= steps and files.is_finished(last):
         return f"run {directory}: is not active: it is finished, {last} of {steps} steps; {look}"
     return (
         f"run {directory}: is not active: it ended after step {last} of {steps}; "
-        f"quartet train {shell_quote(str(files.config))} --resume continues it; {look}"
+        f"quartet {command} {shell_quote(str(files.config))} --resume continues it; {look}"
     )
 
 

@@ -113,7 +113,7 @@ class RunSummary(Model):
     """Number of the last committed step."""
     total_steps: int
     estimator: str
-    """Advantage estimator, such as gae, reinforce, rloo or grpo."""
+    """Advantage estimator, such as gae, reinforce, rloo or grpo; for a stage before RLHF: sft or reward-model."""
     seed: int
     changed: float
     """Time of the last committed step, or of the start if there is none, in seconds since 1970."""
@@ -156,6 +156,8 @@ class RunDetail(RunSummary):
     """False with reward.source none and no environment."""
     has_teacher: bool
     """True with algorithm.distillation."""
+    has_stage: bool
+    """True for a stage before RLHF: quartet sft or quartet reward-model."""
     reward_parts: list[str]
     """Names of the parts of an ensemble of rewards; empty for a single source."""
     metric_names: list[str]

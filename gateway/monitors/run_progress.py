@@ -140,13 +140,13 @@ class RunMonitor:
         step = total_steps = 0
         error = ""
         try:
-            total_steps = self._catalog.config(name).run.steps
+            total_steps = self._catalog.any_config(name).run.steps or 0
             step = _last_step(files)
             if _address(files) is not None:
                 self._catalog.credentials(name)
         except ConfigError as problem:
             error = str(problem)
-        finished = 0 < total_steps <= step and files.policy_step() == step
+        finished = 0 < total_steps <= step and files.is_finished(step)
         return ProgressInfo(
             state=State.FINISHED if finished else State.IDLE,
             step=step,

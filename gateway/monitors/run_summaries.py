@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from quartet.config.root import Config
+from quartet.config.supervised import StageConfig
 from quartet.errors import ConfigError
 from quartet.gateway.monitors.run_progress import END_STATES, RunMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.readers.run_readers import RunReaders
 from quartet.gateway.schemas import ProgressInfo, RunDetail, RunSummary, State
 from quartet.run_directory.checkpoints import checkpoint_folders
+from quartet.run_directory.locking_and_removal import is_locked
 from quartet.run_directory.run_files import RunFiles
 
 
@@ -22,7 +26,7 @@ class RunSummaries:
         """Return the entry of a run in the list of runs; ``problem`` is set if its files cannot be read. Raises NotFound."""
         files = self._catalog.find(name)
         try:
-            return self._summary(files, name, self._catalog.config(name), self._monitor.progress(name))
+            return self._summary(files, name, self._catalog.any_config(name), self._monitor.progress(name))
         except ConfigError as error:
             return RunSummary(
                 name=name,
@@ -40,17 +44,12 @@ class RunSummaries:
 
     def detail(self, name: str) -> RunDetail:
         """Return everything about one run. Raises NotFound, and ConfigError if its files cannot be read."""
-        files, config = self._catalog.find(name), self._catalog.config(name)
+        files, config = self._catalog.find(name), self._catalog.any_config(name)
         progress = self._monitor.progress(name)
-        controller = config.algorithm.kl_controller
         return RunDetail(
             **self._summary(files, name, config, progress).model_dump(),
             progress=progress,
-            kl_target=None if controller.kind == "fixed" else controller.target,
-            has_critic=config.has_critic,
-            has_scores=config.has_scores,
-            has_teacher=config.algorithm.distillation is not None,
-            reward_parts=list(config.reward.part_weights),
+            **_parts(config),
             metric_names=self._readers.metrics(files.metrics).names(),
             checkpoints=len(checkpoint_folders(files)),
             evaluations=len(self._readers.records(files.evaluation_summaries)),
@@ -58,18 +57,23 @@ class RunSummaries:
             failed_trajectories=len(self._readers.records(files.failed_trajectories)),
         )
 
-    def _summary(self, files: RunFiles, name: str, config: Config, progress: ProgressInfo | None) -> RunSummary:
+    def _summary(
+        self, files: RunFiles, name: str, config: Config | StageConfig, progress: ProgressInfo | None
+    ) -> RunSummary:
         columns = self._readers.metrics(files.metrics)
         step = columns.count()
         rows = columns.rows([step], ["reward_mean", "kl_mean"]) if step else []
         newest = rows[0] if rows else {}
+        state = _inactive_state(files, step, config.run.steps or 0)
+        if isinstance(config, StageConfig) and state is State.IDLE and is_locked(files):
+            state = State.TRAINING
         return RunSummary(
             name=name,
-            state=progress.state if progress is not None else _inactive_state(files, step, config.run.steps),
+            state=progress.state if progress is not None else state,
             live=progress is not None and progress.state not in END_STATES,
             step=step,
-            total_steps=config.run.steps,
-            estimator=config.algorithm.estimator,
+            total_steps=config.run.steps or 0,
+            estimator=config.stage if isinstance(config, StageConfig) else config.algorithm.estimator,
             seed=config.run.seed,
             changed=_changed(files),
             reward_mean=newest.get("reward_mean"),
@@ -77,9 +81,25 @@ class RunSummaries:
         )
 
 
+def _parts(config: Config | StageConfig) -> dict[str, Any]:
+    """Return which parts a run has, as in RunDetail."""
+    if isinstance(config, StageConfig):
+        absent = dict.fromkeys(("has_critic", "has_scores", "has_teacher"), False)
+        return {**absent, "has_stage": True, "kl_target": None, "reward_parts": []}
+    controller = config.algorithm.kl_controller
+    return {
+        "kl_target": None if controller.kind == "fixed" else controller.target,
+        "has_critic": config.has_critic,
+        "has_scores": config.has_scores,
+        "has_teacher": config.algorithm.distillation is not None,
+        "has_stage": False,
+        "reward_parts": list(config.reward.part_weights),
+    }
+
+
 def _inactive_state(files: RunFiles, step: int, total_steps: int) -> State:
     """Return the state of a run without an orchestrator. The files do not record why a run ended before its last step."""
-    return State.FINISHED if step >= total_steps and files.policy_step() == step else State.IDLE
+    return State.FINISHED if step >= total_steps and files.is_finished(step) else State.IDLE
 
 
 def _changed(files: RunFiles) -> float:

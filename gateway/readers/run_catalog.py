@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from quartet.config.loading import load_config
 from quartet.config.root import Config
+from quartet.config.supervised import StageConfig, load_any_config
+from quartet.errors import ConfigError
 from quartet.gateway.http.http_errors import NotFound
 from quartet.gateway.readers.file_cache import FileCache
 from quartet.rpc.security.allow_list import GATEWAY
@@ -25,7 +26,7 @@ class RunCatalog:
     def __init__(self, folder: Path, credentials: Credentials | None = None) -> None:
         """``credentials`` for calls to the processes of all runs. Defaults to those that the config of each run names."""
         self.folder, self._credentials = folder, credentials
-        self._configs = FileCache(load_config, _MAX_CACHED_CONFIGS)
+        self._configs = FileCache(load_any_config, _MAX_CACHED_CONFIGS)
 
     def names(self) -> list[str]:
         """Return the sorted names of all runs; empty if the folder does not exist."""
@@ -43,7 +44,14 @@ class RunCatalog:
         return files
 
     def config(self, name: str) -> Config:
-        """Return the resolved config of a run. Raises NotFound, and ConfigError if it cannot be read."""
+        """Return the resolved config of a run. Raises NotFound, and ConfigError if it cannot be read, or is that of a stage."""
+        config = self.any_config(name)
+        if not isinstance(config, Config):
+            raise ConfigError(f"run {name!r}: is a stage before RLHF, which has no services; its overview shows it")
+        return config
+
+    def any_config(self, name: str) -> Config | StageConfig:
+        """Return the resolved config of a run, or of a stage before RLHF. Raises NotFound and ConfigError."""
         path = self.find(name).config
         try:
             return self._configs.of(path)

@@ -11,7 +11,7 @@ from quartet.gateway.access.callers import Viewer
 from quartet.gateway.http.api_router import api_router
 from quartet.gateway.http.http_errors import NotFound
 from quartet.gateway.http.pagination import cursor_after, read_cursor
-from quartet.gateway.routes.dependencies import Cursor, Limit, RunName, TheCatalog, TheRunConfig, TheRunSummaries
+from quartet.gateway.routes.dependencies import Cursor, Limit, RunName, TheCatalog, TheRunSummaries
 from quartet.gateway.schemas import Page, RunConfig, RunDetail, RunSummary, State
 
 router = api_router("runs")
@@ -49,7 +49,7 @@ def get_run(_: Viewer, run: RunName, summaries: TheRunSummaries) -> RunDetail:
 
 
 @router.get("/runs/{run}/config")
-def get_config(_: Viewer, config: TheRunConfig) -> RunConfig:
+def get_config(_: Viewer, run: RunName, catalog: TheCatalog) -> RunConfig:
     """Return the run's resolved config, with passwords replaced by asterisks."""
-    text = config.to_yaml()
+    text = catalog.any_config(run).to_yaml()
     return RunConfig(config=yaml.safe_load(text), yaml=text)

@@ -25,7 +25,7 @@ export function chartsBy(definitions) {
       about: metrics.map(({ label, meaning, healthy }) => `${label}: ${meaning} Healthy: ${healthy}.`).join("\n"),
       names,
       series: metrics.map(({ label }, index) => ({ label, colour: colourName(metrics.length > 1 ? index : at) })),
-      lines: (data) => names.map((name) => data.line(name)),
+      lines: (data) => names.map((name) => (name.startsWith("validation_") ? data.points(name) : data.line(name))),
       zero: FROM_ZERO.test(unit),
       ...formatOf(unit),
     };
@@ -47,7 +47,9 @@ export function definitionsOf(definitions, names) {
 
 /** Return the charts of a run's steps. They depend on its KL target, its reward parts, and on whether it has scores, a teacher and a critic. */
 export function chartsOf(definitions, detail) {
-  const shown = definitions.filter(({ name, chart, needs }) => chart && !name.startsWith("eval_") && (!needs || detail[`has_${needs}`]));
+  const has = detail.metric_names ?? [];
+  const needed = ({ name, needs }) => (detail.has_stage ? needs === "stage" && (!has.length || has.includes(name)) : !needs || detail[`has_${needs}`]);
+  const shown = definitions.filter((definition) => definition.chart && !definition.name.startsWith("eval_") && needed(definition));
   const filled = shown.flatMap((definition) => {
     const { name, label } = definition;
     const parts = name.includes("NAME") ? (detail.reward_parts ?? []) : [""];

@@ -58,6 +58,13 @@ export class MetricData {
     return { x: [...curve.steps], y: [...curve.mean], low: copy(curve.low), high: copy(curve.high) };
   }
 
+  /** Return the steps that have a metric, as {x, y, low, high}, or null if none has. */
+  points(name) {
+    const curve = this.curves[name];
+    const at = curve?.steps.map((_, index) => index).filter((index) => curve.mean[index] !== null);
+    return at?.length ? { x: at.map((index) => curve.steps[index]), y: at.map((index) => curve.mean[index]), low: null, high: null } : null;
+  }
+
   /** Combine two metrics step by step with `join`. Return null if the run lacks either. */
   combined(first, second, join) {
     const [left, right] = [this.curves[first], this.curves[second]];

@@ -43,9 +43,9 @@ export class RunHeader {
     const last = this.frame.detail.step;
     if (!last) return;
     try {
-      const names = ["seconds", "response_tokens"];
+      const names = ["seconds", this.tokensMetric];
       const answer = await api.metrics(this.frame.run, names, { first: Math.max(1, last - WINDOW + 1) }, WINDOW, signal);
-      const { seconds, response_tokens: tokens } = answer.curves;
+      const { seconds, [this.tokensMetric]: tokens } = answer.curves;
       this.recentSteps = seconds ? seconds.steps.map((_, at) => [seconds.mean[at], tokens?.mean[at] ?? null]) : [];
       this.draw();
       this.frame.events.dispatchEvent(new CustomEvent("recent-steps"));
@@ -54,8 +54,13 @@ export class RunHeader {
     }
   }
 
+  /** Metric with the tokens of a step. */
+  get tokensMetric() {
+    return this.frame.detail.has_stage ? "tokens" : "response_tokens";
+  }
+
   stepped(step, metrics) {
-    if (Number.isFinite(metrics.seconds)) this.recentSteps.push([metrics.seconds, metrics.response_tokens ?? null]);
+    if (Number.isFinite(metrics.seconds)) this.recentSteps.push([metrics.seconds, metrics[this.tokensMetric] ?? null]);
     this.recentSteps = this.recentSteps.slice(-WINDOW);
   }
 
@@ -65,7 +70,7 @@ export class RunHeader {
     return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
   }
 
-  /** Response tokens per second over recent steps; null before the first step. */
+  /** Tokens per second over recent steps; null before the first step. */
   get tokensPerSecond() {
     const known = this.recentSteps.filter(([seconds, tokens]) => seconds > 0 && tokens !== null);
     const spent = known.reduce((sum, [seconds]) => sum + seconds, 0);

@@ -68,6 +68,7 @@ class ComparePage {
         has_critic: details.some((run) => run.has_critic),
         has_scores: details.some((run) => run.has_scores),
         has_teacher: details.some((run) => run.has_teacher),
+        has_stage: details.every((run) => run.has_stage),
         kl_target: null,
       });
       this.draw();

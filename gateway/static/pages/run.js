@@ -33,6 +33,9 @@ const SECTIONS = [
   ["config", "Config", "sliders", configPage],
 ].filter(([name]) => !recording || !["services", "logs"].includes(name));
 
+/** Sections of a stage before RLHF, which has no responses and no services. */
+const STAGE_SECTIONS = ["overview", "config"];
+
 /** Delay before the numbers of alerts and checkpoints are read again: events often arrive together. */
 const RECOUNT_DELAY_MS = 500;
 /** Time that the page waits for the start of the event stream. */
@@ -195,7 +198,7 @@ export class RunFrame {
       h(
         "ul",
         {},
-        SECTIONS.map(([name, title, shape]) =>
+        SECTIONS.filter(([name]) => !this.detail?.has_stage || STAGE_SECTIONS.includes(name)).map(([name, title, shape]) =>
           h(
             "li",
             {},
