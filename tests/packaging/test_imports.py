@@ -23,6 +23,10 @@ TORCH_MODULES = {
     "quartet.contrib.triton.tensors",
     # Measures a model of transformers.
     "quartet.planner.meta_model",
+    # Train, after rows were checked.
+    "quartet.supervised.checkpoints",
+    "quartet.supervised.stage",
+    "quartet.supervised.trainers",
     # Only vLLM imports them.
     "quartet.engines.vllm_transfer",
     "quartet.engines.vllm_worker",
