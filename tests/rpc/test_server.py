@@ -41,6 +41,7 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_PENDING_SAVES, MAX_PENDING_WORK, MAX_STREAMS
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.server import Server
+from quartet.rpc.service_channel import ServiceChannel
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.v1 import actor_pb2, actor_pb2_grpc, trajectory_pb2, update_pb2
 from tests.ports import free_port
@@ -378,6 +379,28 @@ def test_streams_are_limited_so_that_health_and_status_respond(services: Service
                 return False
 
         wait_until(stream_opens)
+
+
+def test_a_silent_stream_counts_as_lost(services: Services, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_channel, "SILENCE_SECONDS", 0.3)
+    server = services.serve(ReferenceServicer(gate, ComputeThread(), 1))  # type: ignore[arg-type]
+    channel = ServiceChannel("reference", server.address)
+    watch = health_pb2_grpc.HealthStub(channel.grpc_channel).Watch
+    handled = threading.Event()
+
+    def handle(_: object) -> None:
+        # The time that this takes is no silence of the service.
+        handled.wait(0.6)
+        assert not call.done()
+        handled.set()
+
+    call = channel.start_stream(
+        watch, health_pb2.HealthCheckRequest(), 30, "Watch", lambda message: message, None, handle
+    )
+    with pytest.raises(ServiceUnavailable, match=r"reference at 127.*: Watch: no message for 0\.3 s"):
+        call.result(LIMIT)
+    assert handled.is_set()
+    channel.close()
 
 
 def test_all_limits_together_leave_workers_for_health_and_status() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -32,6 +33,8 @@ FOREIGN_AFTER = 8.0
 """Seconds for which a port may accept connections without a response before it counts as another kind of server."""
 POLL = 0.1
 """Seconds between two attempts to get a status."""
+SILENCE_SECONDS = 60.0
+"""Seconds without a message after which a stream that sends one every 5 seconds counts as lost."""
 STATUS_TIMEOUT = 2.0
 """Seconds for one attempt to get a status."""
 _REFUSAL_CODES = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -58,6 +61,41 @@ class Call(Future[Result]):
         self.cancelling = True
         self._abort()
         return True
+
+
+class _Silence:
+    """Calls ``on_end`` on another thread after SILENCE_SECONDS in which the stream was waited for. Use it on one thread."""
+
+    def __init__(self, on_end: Callable[[], object]) -> None:
+        self._on_end = on_end
+        self._ended = threading.Event()
+        self._since: float | None = None
+        self.over = False
+
+    def __enter__(self) -> _Silence:
+        self._since = time.monotonic()
+        threading.Thread(target=self._watch, name="silence of a stream", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count no silence in this block, and from its end anew."""
+        self._since = None
+        yield
+        self._since = time.monotonic()
+
+    def _watch(self) -> None:
+        remaining = SILENCE_SECONDS
+        while not self._ended.wait(remaining):
+            since = self._since
+            remaining = SILENCE_SECONDS if since is None else since + SILENCE_SECONDS - time.monotonic()
+            if remaining <= 0:
+                self.over = True
+                self._on_end()
+                return
 
 
 class ServiceChannel:
@@ -128,7 +166,7 @@ class ServiceChannel:
         on_message: Callable[[Any], None] = lambda message: None,
     ) -> Future[Result]:
         """Start a call of a server-streaming method, whose result is the last message. A separate thread reads its messages and
-        calls ``on_message``. See ``start`` for the rest.
+        calls ``on_message``. See ``start`` for the rest. ServiceUnavailable after SILENCE_SECONDS without a message.
         """
         metadata, span = self._traced(title, attributes)
         try:
@@ -140,12 +178,22 @@ class ServiceChannel:
         if span is not None:
             call.add_done_callback(lambda _: span.end(stream.code().name, {}))
 
+        silence = _Silence(stream.cancel)
+
         def last_message() -> Any:
             message: Any = None
             try:
-                for message in stream:
-                    on_message(message)
+                with silence:
+                    for message in stream:
+                        with silence.paused():
+                            on_message(message)
             except Exception:
+                if silence.over:
+                    unavailable = ServiceUnavailable(
+                        f"{self.name} at {self.address}: {title}: no message for {SILENCE_SECONDS:g} s"
+                    )
+                    unavailable.service = f"{self.name} at {self.address}"
+                    raise unavailable from None
                 if stream.cancelled():
                     raise grpc.FutureCancelledError from None
                 raise
