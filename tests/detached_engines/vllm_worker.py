@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quartet.engines.vllm_transfer import packed_layout
 from quartet.engines.vllm_worker import WeightsExtension, _read_back
 
 
@@ -17,6 +18,10 @@ class ChangingWorker(WeightsExtension):
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
         module: Any = dict(self.model_runner.get_model().named_modules())[module_name]
+        if packed_layout(module):
+            # Whatever its place is, it is one weight of one expert.
+            getattr(module, name).data.view(-1)[3:4].view(torch.uint8)[0] ^= 1
+            return ""
         value = _read_back(module, name)
         changed = value.clone()
         changed.view(-1)[3:4].view(torch.uint8)[0] ^= 1

@@ -35,6 +35,8 @@ _NEGATIVE_ZERO = {
     torch.float16: (torch.int16, -(2**15)),
 }
 """Bits of -0.0, as an integer of this type."""
+EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
+"""Parameters of a module of experts that a CPU kernel packs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc]
             for name, tensor in recorder.tensors.items()
         }
         _pack_tied(modules, new)
+        _pack_experts(modules, new)
         for name, state in new.items():
             if any(hasattr(modules[holding.module], "cpu_linear") for holding in state.holdings):
                 state.negative_zeros = _negative_zeros(recorder.tensors[name])
@@ -220,6 +223,24 @@ def _negative_zeros(tensor: torch.Tensor) -> torch.Tensor | None:
     integers, bits = _NEGATIVE_ZERO[tensor.dtype]
     mask = tensor.view(integers) == bits
     return mask if bool(mask.any()) else None
+
+
+def packed_layout(module: Any) -> str:
+    """Return the layout that a CPU kernel of vLLM keeps the weights of the module's experts in, or "" without such a kernel."""
+    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    experts = getattr(kernel, "fused_experts", None)
+    return "" if getattr(experts, "_use_zentorch", False) else str(getattr(experts, "isa", ""))
+
+
+def _pack_experts(modules: Mapping[str, Any], loaded: Mapping[str, Loaded]) -> None:
+    """Pack the weights of experts that have been loaded.
+
+    On a CPU vLLM packs them when it creates their kernel, and not when new weights arrive: the kernel would read the rows of the
+    checkpoint as packed ones.
+    """
+    for name in {holding.module for state in loaded.values() for holding in state.holdings}:
+        if packed_layout(modules[name]):
+            modules[name].quant_method.moe_kernel.fused_experts.process_weights_after_loading(modules[name])
 
 
 def _pack_tied(modules: Mapping[str, Any], loaded: Mapping[str, Loaded]) -> None:

@@ -17,7 +17,15 @@ import xxhash
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from quartet.engines.vllm_library import BACKEND
-from quartet.engines.vllm_transfer import DTYPES, NAMES, Loaded, Region, SharedMemoryTransfer
+from quartet.engines.vllm_transfer import (
+    DTYPES,
+    EXPERT_WEIGHTS,
+    NAMES,
+    Loaded,
+    Region,
+    SharedMemoryTransfer,
+    packed_layout,
+)
 from quartet.weight_transfer.tensors import HostTensor, tensor_digest
 
 WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
@@ -104,18 +112,22 @@ def _read_back(module: Any, name: str) -> torch.Tensor:
     """Return a parameter as the module computes with it.
 
     On a CPU vLLM keeps the weight of a linear layer only inside a packed kernel. The product with the identity matrix is the
-    weight, exactly: each sum has one term that is not zero.
+    weight, exactly: each sum has one term that is not zero. The weights of experts are there in another order.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     tensor: torch.Tensor = getattr(module, name).detach()
+    if (layout := packed_layout(module)) and name in EXPERT_WEIGHTS:
+        return _unpacked(tensor, layout)
     linear = getattr(module, "cpu_linear", None)
     looks_up = isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
     if linear is None or name != "weight" or looks_up:
         return tensor.contiguous()
     if linear is torch.nn.functional.linear:
         return tensor.contiguous()
-    columns = int(module.input_size_per_partition if hasattr(module, "input_size_per_partition") else tensor.shape[1])
+    # A layer that every rank holds whole, such as a router, has no partition; the head of the vocabulary has neither.
+    sizes = (getattr(module, name, None) for name in ("input_size_per_partition", "input_size"))
+    columns = int(next((size for size in sizes if size is not None), tensor.shape[-1]))
     blocks = []
     with torch.inference_mode():
         for start in range(0, columns, _PROBE_ROWS):
@@ -124,6 +136,23 @@ def _read_back(module: Any, name: str) -> torch.Tensor:
             probe[torch.arange(rows), start + torch.arange(rows)] = 1
             blocks.append(linear(probe, tensor, None))
     return torch.cat(blocks).t().contiguous()
+
+
+def _unpacked(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return packed weights of experts [experts, outputs, inputs] in the order of the checkpoint.
+
+    Packing numbers shows where each weight goes. They are packed digit by digit, because bfloat16 has all numbers up to 256 only.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import cpu_prepack_moe_weight
+
+    numbers = torch.arange(tensor[0].numel())
+    origins = torch.zeros_like(numbers)
+    for digit in range(4):
+        values = (numbers // 256**digit % 256).to(tensor.dtype).view(1, *tensor.shape[1:])
+        origins += cpu_prepack_moe_weight(values, layout).flatten().long() * 256**digit
+    result = torch.empty_like(tensor)
+    result.flatten(1)[:, origins] = tensor.flatten(1)
+    return result
 
 
 def _digest(held: torch.Tensor, source: Region, state: Loaded) -> bytes:
