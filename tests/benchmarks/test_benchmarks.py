@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from benchmarks import (
     page,
     precision,
     random_models,
+    router_replay,
     simulated,
     soak,
     startup,
@@ -43,9 +45,11 @@ from benchmarks.options import PERFORMANCE, add_shared, page_of, parser_of
 from benchmarks.soak import KIB, Sample, faults_of, rows_of
 from quartet.config.loading import load_config
 from quartet.contract.status import Role
+from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.loading import load_causal_lm, load_reward_model
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.rpc.server import Server
+from tests.unit.models import tiny
 
 GPU = Path(__file__).parents[2] / "configs/gpu"
 
@@ -502,3 +506,20 @@ def test_the_mfu_of_a_run_is_compared_with_that_of_the_benchmark() -> None:
         "policy: MFU 0.100, of the run 0.110, which is 1.10 times as much",
         "critic: MFU 0.100, of the run 0.090, which is 0.90 times as much",
     ]
+
+
+def test_router_replay_is_measured_with_the_metrics_of_an_update() -> None:
+    model, requests = tiny.causal("qwen3_moe"), tiny.requests(4)
+    result = tiny.generated(TorchEngine(model, frozenset(), 4, routed_experts=True), requests)
+    assert router_replay.other_experts(model, result)[:2] == (0, 0)
+    others = [replace(item, routed_experts=_next_experts(item.routed_experts)) for item in result]
+    choices, affected, tokens = router_replay.other_experts(model, others)
+    assert 0 < choices <= affected == 1
+    assert tokens == sum(len(item.prompt_ids) + len(item.response_ids) - 1 for item in result)
+    for replays, low in ((False, True), (True, False)):
+        mismatch = router_replay.metrics(model, others, replays)["rollout_mismatch_kl"]
+        assert (mismatch < 1e-6) is low
+
+
+def _next_experts(experts: Any) -> Any:
+    return (experts + 1) % 4
