@@ -109,7 +109,8 @@ generate: proto ## Write what `make check` compares: stubs, docs/reference, and 
 proto: $(VENV)/.installed-dev ## Generate src/quartet/v1 from proto/
 	PYTHON=$(BIN)/python proto/generate.sh
 
-# TRL has many dependencies that Quartet does not need, so it gets a separate environment. TRL imports requests but does not declare it.
+# The versions of TRL that are compared do not follow those of the extra trl, so they have a separate environment. TRL imports requests
+# but does not declare it.
 # TRL 1.8.0 is compared as a whole; 1.16.0 has no PPO trainer.
 $(PARITY)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into $(PARITY): takes minutes, mostly to download torch"

@@ -108,6 +108,10 @@ training:
   # Change this first. LoRA needs about 1.0e-4, a tiny model about 1.0e-3.
   learning_rate: 1.0e-5
 
+evaluation:
+  # Steps between evaluations on the held-out rows.
+  every_steps: 50
+
 checkpoint:
   # quartet {stage} {stage}.yaml --resume continues an interrupted run from the last one.
   every_steps: 100
