@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Path, Query, Request
 
-from quartet.config.root import Config
 from quartet.gateway.commands.run_commands import RunCommands
 from quartet.gateway.commands.run_launcher import RunLauncher
 from quartet.gateway.events.event_stream import EventStreams
@@ -64,11 +63,5 @@ def _run_files(run: RunName, catalog: TheCatalog) -> RunFiles:
     return catalog.find(run)
 
 
-def _run_config(run: RunName, catalog: TheCatalog) -> Config:
-    return catalog.config(run)
-
-
 TheRunFiles = Annotated[RunFiles, Depends(_run_files)]
 """The files of the run named in the path. Answers 404 if there is no such run."""
-TheRunConfig = Annotated[Config, Depends(_run_config)]
-"""The config of the run named in the path. Answers 404 if there is no such run."""

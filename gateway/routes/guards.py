@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pydantic import TypeAdapter
 
+from quartet.config.root import Config
 from quartet.contract.control import Alert
 from quartet.errors import ConfigError
 from quartet.gateway.access.callers import Viewer
 from quartet.gateway.http.api_router import api_router
 from quartet.gateway.http.pagination import cursor_after, read_cursor
-from quartet.gateway.routes.dependencies import Cursor, Limit, TheReaders, TheRunConfig, TheRunFiles
+from quartet.gateway.routes.dependencies import Cursor, Limit, RunName, TheCatalog, TheReaders, TheRunFiles
 from quartet.gateway.schemas import FailedTrajectory, Guards, Page
 
 router = api_router("guards")
@@ -19,14 +20,16 @@ _ALERTS = TypeAdapter(list[Alert], config={"extra": "forbid"})
 
 
 @router.get("/runs/{run}/guards")
-def get_guards(_: Viewer, files: TheRunFiles, config: TheRunConfig, readers: TheReaders) -> Guards:
-    """Return the settings of the guards, and their alerts, newest first."""
+def get_guards(_: Viewer, run: RunName, files: TheRunFiles, catalog: TheCatalog, readers: TheReaders) -> Guards:
+    """Return the settings of the guards, and their alerts, newest first. A stage before RLHF has neither."""
+    config = catalog.any_config(run)
     newest = readers.records(files.alerts)[: -MAX_ALERTS - 1 : -1]
     try:
         alerts = _ALERTS.validate_python(newest)
     except ValueError:
         raise ConfigError(f"{files.alerts}: not alerts in Quartet's format; repair the file, or remove it") from None
-    return Guards(settings=config.guards.model_dump(mode="json"), alerts=alerts)
+    settings = config.guards.model_dump(mode="json") if isinstance(config, Config) else {}
+    return Guards(settings=settings, alerts=alerts)
 
 
 @router.get("/runs/{run}/failed-trajectories")

@@ -12,7 +12,7 @@ import typer
 from quartet.cli.init_config import RESPONSES_PER_STEP, Answers, config_text, moved_path, scalar
 from quartet.config.loading import load_config
 from quartet.config.supervised import load_stage
-from quartet.data.preference_pairs import is_held_out, messages_of, read_pairs, write_json_lines
+from quartet.data.preference_pairs import Pair, is_held_out, messages_of, read_pairs, write_json_lines
 from quartet.errors import ConfigError
 from quartet.system.durable_files import write_durably
 
@@ -40,23 +40,22 @@ def init_from_pairs(folder: Path, pairs_file: Path, answers: Answers, overwrite:
     if existing and not overwrite:
         raise ConfigError(f"{existing[0]}: exists; choose another folder, or replace it with --overwrite")
     pairs = read_pairs(pairs_file)
+    sides = {
+        path: list(dict.fromkeys(pair.prompt for pair in pairs if _is_held_out(pair) is held_out))
+        for path, held_out in ((prompts, False), (validation, True))
+    }
+    if not sides[prompts]:
+        raise ConfigError(f"{pairs_file}: all {len(pairs)} pairs are held out; give more pairs")
     folder.mkdir(parents=True, exist_ok=True)
-    for path, held_out in ((prompts, False), (validation, True)):
-        part = [pair for pair in pairs if is_held_out(pair.opening, VALIDATION_FRACTION, 0) is held_out]
-        rows = list(dict.fromkeys(pair.prompt for pair in part))
-        if not rows and not held_out:
-            raise ConfigError(f"{pairs_file}: all {len(pairs)} pairs are held out; give more pairs")
+    for path, rows in sides.items():
         write_json_lines(path, ({"prompt": messages_of(prompt)} for prompt in rows))
-        count = len(rows) if held_out else 0
-        if not held_out:
-            num_prompts = min(RESPONSES_PER_STEP, len(rows))
     base = moved_path(folder, answers.policy)
     rows_file = os.path.relpath(pairs_file, folder) if not pairs_file.is_absolute() else str(pairs_file)
     texts = {name: _stage_text(name, rows_file, base if name == "sft" else "runs/sft/policy") for name in NAMES[:2]}
     answers.policy, answers.reward, answers.prompts = "runs/sft/policy", "runs/reward-model/reward", Path(prompts.name)
     with contextlib.chdir(folder):
-        text = config_text(Path("train.yaml"), answers, num_prompts, shape_of=base)
-    if count:
+        text = config_text(Path("train.yaml"), answers, min(RESPONSES_PER_STEP, len(sides[prompts])), shape_of=base)
+    if sides[validation]:
         text = text.replace("  # validation: validation.jsonl", f"  validation: {validation.name}")
     for name, path in configs.items():
         write_durably(path, texts.get(name, text))
@@ -67,6 +66,10 @@ def init_from_pairs(folder: Path, pairs_file: Path, answers: Answers, overwrite:
     typer.echo(
         f"to train: {change}quartet sft sft.yaml && quartet reward-model reward-model.yaml && quartet train train.yaml"
     )
+
+
+def _is_held_out(pair: Pair) -> bool:
+    return is_held_out(pair.opening, VALIDATION_FRACTION, seed=0)
 
 
 def _stage_text(stage: str, rows: str, model: str) -> str:

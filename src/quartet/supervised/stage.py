@@ -42,7 +42,7 @@ from quartet.system.missing_packages import require_package
 from quartet.telemetry.sinks.configured import check_sinks, open_sinks
 
 Report = Callable[[str], None]
-_CHANGEABLE = ("telemetry.", "checkpoint.", "run.directory", "stage")
+_CHANGEABLE = ("telemetry.", "checkpoint.", "run.directory")
 """Prefixes of settings that may differ when a stage is resumed."""
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from quartet.cli.report import report as write_report
 from quartet.config.supervised import SftConfig
 from quartet.contract.control import RunState
 from quartet.run_directory.locking_and_removal import lock_run_directory
@@ -46,9 +47,13 @@ def test_a_stage_is_a_run_with_its_curves_and_config(tmp_path: Path) -> None:
         assert curves["loss"]["mean"] == list(LOSSES)
         assert curves["validation_loss"]["mean"] == [None, 2.5, None]
         assert gateway.client.get("/runs/my-sft/config").json()["config"]["model"]["path"] == "base"
-        answer = gateway.client.get("/runs/my-sft/guards")
-        assert answer.status_code >= 400
-        assert "is a stage before RLHF, which has no services" in answer.json()["detail"]
+        assert gateway.client.get("/runs/my-sft/guards").json() == {"settings": {}, "alerts": []}
+
+
+def test_a_report_is_written_of_a_stage(tmp_path: Path) -> None:
+    files = written_stage(tmp_path)
+    write_report(files.root, None)
+    assert "my-sft" in files.report.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
