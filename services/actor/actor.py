@@ -105,8 +105,6 @@ class Actor(TrainableModel):
             )
         self._router_replay = router_replay
         super().__init__(config, config.model, device, run_directory, seed, update_threads, limits, workers, offload)
-        if router_replay:
-            self._workers.evaluate(lambda: routers_of(self._model))
 
     def _read(self, source: str | Path) -> Any:
         return load_causal_lm(source, self._config.dtype, self._device, self._workers)
@@ -151,6 +149,9 @@ class Actor(TrainableModel):
             self._engine = None
         self._average: WeightAverage | None = None
         super()._load(checkpoint)
+        if self._router_replay:
+            # Later, the trial of the ranks of a group would run in the middle of another pass.
+            self._workers.evaluate(lambda: routers_of(self._model))
         if self._config.ema_decay is not None:
             self._average = WeightAverage(self._model, self._optimizer, self._config.ema_decay)
             if checkpoint is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,12 @@ def batch(prompts: list[int], responses: list[int], seed: int = 0) -> TokenBatch
         prompt_lengths=np.array(prompts, np.int32),
         response_lengths=np.array(responses, np.int32),
     )
+
+
+def routed(batch: TokenBatch, layers: int = 2, experts: int = 4, top_k: int = 2, seed: int = 3) -> TokenBatch:
+    """Return the batch with random experts: different ones for each token, and at most by accident those of a router."""
+    order = np.random.default_rng(seed).random((len(batch.token_ids) - len(batch), layers, experts)).argsort(-1)
+    return replace(batch, routed_experts=order[..., :top_k].astype(np.uint8))
 
 
 def requests(count: int, step: int = 0, seed: int = 0, lengths: tuple[int, int] = (1, 12)) -> list[GenerationRequest]:

@@ -37,10 +37,10 @@ _models: weakref.WeakKeyDictionary[nn.Module, Routers] = weakref.WeakKeyDictiona
 
 @dataclass(frozen=True, slots=True)
 class _Router:
-    """A router of a layer of the model. Its call of torch.topk number ``call`` chooses ``top_k`` of ``experts`` experts."""
+    """The router ``name`` of a layer. Its call of torch.topk number ``call`` chooses ``top_k`` of ``experts`` experts."""
 
     layer: int
-    module: nn.Module
+    name: str
     call: int
     experts: int
     top_k: int
@@ -49,8 +49,10 @@ class _Router:
 class Routers:
     """The routers of one model. See ``routers_of``."""
 
-    def __init__(self, routers: list[_Router], layers: int) -> None:
-        """``layers``: number of layers of the model, with and without experts."""
+    def __init__(self, base: nn.Module, routers: list[_Router], layers: int) -> None:
+        """``layers``: number of layers of the backbone ``base``, with and without experts."""
+        # Modules of a sharded model refer to all of it, which would never be freed.
+        self._base = weakref.ref(base)
         self._routers, self._layers = routers, layers
         self._top_k, self._experts = routers[0].top_k, routers[0].experts
 
@@ -127,14 +129,16 @@ class Routers:
 
     @contextmanager
     def _patched(self, call: Callable[[_Router, Callable[..., Any], tuple[Any, ...], Any], Any]) -> Iterator[None]:
+        base = self._base()
+        assert base is not None
+        modules = [base.get_submodule(router.name) for router in self._routers]
         try:
-            for router in self._routers:
-                own = router.module.forward
-                router.module.forward = _patch(call, router, own)
+            for router, module in zip(self._routers, modules, strict=True):
+                module.forward = _patch(call, router, module.forward)
             yield
         finally:
-            for router in self._routers:
-                vars(router.module).pop("forward", None)
+            for module in modules:
+                vars(module).pop("forward", None)
 
 
 def _patch(call: Callable[..., Any], router: _Router, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,7 +175,8 @@ class _TopK(TorchFunctionMode):
 def routers_of(model: Any) -> Routers:
     """Return the routers of a causal LM. Each model is tried once.
 
-    All ranks of a group must call it. Raises ConfigError if the model has no routers whose choice can be given.
+    All ranks of a group must call it, the first time in ``Workers.evaluate``. Raises ConfigError if the model has no routers
+    whose choice can be given.
     """
     base = backbone(model)
     if base not in _models:
@@ -215,7 +220,7 @@ def _try_routers(base: Any) -> Routers:
         raise ConfigError(
             f"rollout.router_replay: expected one router per layer, all with the same number of experts; {remedy}"
         )
-    found = Routers(routers, int(base.config.get_text_config().num_hidden_layers))
+    found = Routers(base, routers, int(base.config.get_text_config().num_hidden_layers))
     with found.recording() as last:
         hidden_states(base, ids)
         own = last()
@@ -240,7 +245,7 @@ def _find_routers(base: Any, ids: torch.Tensor) -> tuple[list[_Router], torch.Te
         name: int(digits[0]) for name, _ in base.named_modules() if (digits := re.findall(r"\.(\d+)\.", f".{name}."))
     }
 
-    def observe(name: str, module: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+    def observe(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*inputs: Any, **options: Any) -> Any:
             with _TopK() as calls:
                 result = own(*inputs, **options)
@@ -254,7 +259,7 @@ def _find_routers(base: Any, ids: torch.Tensor) -> tuple[list[_Router], torch.Te
             ]
             if indices is not None and matches and name in numbers:
                 call = matches[-1]
-                found[name] = _Router(numbers[name], module, call, calls.sizes[call], calls.indices[call].shape[-1])
+                found[name] = _Router(numbers[name], name, call, calls.sizes[call], calls.indices[call].shape[-1])
             return result
 
         return forward
@@ -262,7 +267,7 @@ def _find_routers(base: Any, ids: torch.Tensor) -> tuple[list[_Router], torch.Te
     with ExitStack() as stack:
         for name, module in base.named_modules():
             if "forward" not in vars(module):
-                module.forward = observe(name, module, module.forward)
+                module.forward = observe(name, module.forward)
                 stack.callback(vars(module).pop, "forward", None)
         states = hidden_states(base, ids)
     inner = [name for name in found if not any(other.startswith(f"{name}.") for other in found)]

@@ -34,15 +34,7 @@ from tests.unit.models.updates import (
     sgd,
 )
 
-EXPERTS, TOP_K = 4, 2
-
-
-def routed(batch: TokenBatch, layers: int = 2, seed: int = 3) -> TokenBatch:
-    """Return the batch with random experts: different ones for each token, and at most by accident those of a router."""
-    generator = np.random.default_rng(seed)
-    tokens = len(batch.token_ids) - len(batch)
-    experts = np.argsort(generator.random((tokens, layers, EXPERTS)), -1)[..., :TOP_K]
-    return dataclasses.replace(batch, routed_experts=experts.astype(np.uint8))
+TOP_K = 2
 
 
 def of_row(batch: TokenBatch, row: int) -> torch.Tensor:
@@ -108,7 +100,7 @@ def plain_log_probs(model: Any, batch: TokenBatch) -> np.ndarray[Any, Any]:
 def test_log_probs_are_those_of_the_given_experts(kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not packed:
         monkeypatch.setattr("quartet.models.workers.shares.supports_packing", lambda model: False)
-    model, batch = tiny.causal(kind), routed(tiny.batch([3, 1, 6, 4], [5, 8, 1, 6]))
+    model, batch = tiny.causal(kind), tiny.routed(tiny.batch([3, 1, 6, 4], [5, 8, 1, 6]))
     expected = plain_log_probs(model, batch)
     assert response_log_probs(model, batch, 1.0, 14) == pytest.approx(expected, abs=1e-5)
     own = response_log_probs(model, dataclasses.replace(batch, routed_experts=None), 1.0, 14)
@@ -132,7 +124,7 @@ def test_the_routers_own_experts_change_no_bit(kind: str) -> None:
 def test_equal_prompts_with_other_experts_are_computed_apart() -> None:
     model, batch = tiny.causal("qwen3_moe"), tiny.batch([5, 5], [3, 4])
     batch.token_ids[8:13] = batch.token_ids[:5]
-    batch = routed(batch)
+    batch = tiny.routed(batch)
     assert batching.build_micro_batch(batch, [0, 1], "cpu", packed=True).input_ids.shape[1] == 15
     assert response_log_probs(model, batch, 1.0, 100) == pytest.approx(plain_log_probs(model, batch), abs=1e-5)
     assert batch.routed_experts is not None
@@ -146,7 +138,7 @@ def test_equal_prompts_with_other_experts_are_computed_apart() -> None:
 def test_an_update_agrees_with_a_float64_reference_implementation(kind: str, recomputes: bool) -> None:
     model = tiny.causal(kind)
     data = experience(model)
-    data = dataclasses.replace(data, batch=routed(data.batch))
+    data = dataclasses.replace(data, batch=tiny.routed(data.batch))
     data = dataclasses.replace(data, log_probs=response_log_probs(model, data.batch, LOSS.temperature, 1000))
     reference = ForcedReferenceUpdate(model, data, settings())
     expected = reference.policy()
@@ -173,7 +165,7 @@ def test_an_adapter_is_trained_with_the_given_experts() -> None:
             if "lora_B" in name:
                 parameter.normal_(0, 0.2)
     data = experience(model)
-    batch = routed(data.batch)
+    batch = tiny.routed(data.batch)
     expected = plain_log_probs(model, batch)
     assert response_log_probs(model, batch, 1.0, 100) == pytest.approx(expected, abs=1e-5)
     data = dataclasses.replace(data, batch=batch, log_probs=response_log_probs(model, batch, LOSS.temperature, 100))
@@ -184,7 +176,7 @@ def test_an_adapter_is_trained_with_the_given_experts() -> None:
 
 
 def test_an_error_leaves_the_routers_as_they_were() -> None:
-    model, batch = tiny.causal("qwen3_moe"), routed(tiny.batch([3], [5]))
+    model, batch = tiny.causal("qwen3_moe"), tiny.routed(tiny.batch([3], [5]))
     part = build_micro_batch(batch, [0], "cpu")
     with pytest.raises(ZeroDivisionError), replayed_routing(model, part):
         raise ZeroDivisionError
@@ -207,7 +199,7 @@ def test_a_router_whose_choice_has_no_effect_is_refused(monkeypatch: pytest.Monk
 
 
 def test_experts_that_the_model_cannot_have_chosen_are_refused() -> None:
-    model, batch = tiny.causal("qwen3_moe"), routed(tiny.batch([3, 2], [5, 4]))
+    model, batch = tiny.causal("qwen3_moe"), tiny.routed(tiny.batch([3, 2], [5, 4]))
     experts = batch.routed_experts
     assert experts is not None
     unknown, twice = experts.copy(), experts.copy()
@@ -224,7 +216,7 @@ def test_experts_that_the_model_cannot_have_chosen_are_refused() -> None:
 
 
 def test_uneven_lengths_keep_their_own_experts() -> None:
-    batch = routed(tiny.batch(PROMPTS, RESPONSES))
+    batch = tiny.routed(tiny.batch(PROMPTS, RESPONSES))
     part = build_micro_batch(batch, [4, 1], "cpu")
     assert part.routed_experts is not None
     experts = part.routed_experts.view(2, -1, 2, TOP_K)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from quartet.config.models import LoraConfig
 from quartet.contract.update import ValueLossSettings
 from quartet.model_files.sharded_files import FOLDER, GROUPS_FILE, rank_file
+from quartet.models.forward.router_replay import routers_of
 from quartet.models.forward.scoring import response_log_probs, response_values
 from quartet.models.training import compiled_layers as compilation
 from quartet.models.training.activation_checkpointing import activation_checkpointing
@@ -67,11 +68,12 @@ CASES = (
     *SELECTIONS,
     "qwen3_5_text",
     "zamba2",
+    "qwen3_moe",
 )
 REPEATED = ("ppo", "rloo-lora", "value")
 SAVED_AGAIN = ("ppo", "ppo-offload", "ppo-lora", "rloo-lora", "qwen2-lora", "value", "value-lora", "bfloat16", "frozen")
 """Cases whose optimizers hold different kinds of state. It is saved again after it has been restored."""
-ARCHITECTURES = ("gpt2", "gpt_neox", "qwen3", "phi3", "phi", "qwen3_5_text", "zamba2")
+ARCHITECTURES = ("gpt2", "gpt_neox", "qwen3", "phi3", "phi", "qwen3_5_text", "zamba2", "qwen3_moe")
 KINDS = {"tied": "qwen2", "qwen2-lora": "qwen2"}
 """Kinds of the models of cases, if they are neither the first word of the case nor llama."""
 
@@ -91,6 +93,8 @@ def run(case: str, workers: Workers, folder: Path) -> tuple[dict[str, torch.Tens
     first = case.partition("-")[0]
     model: Any = tiny.causal(KINDS.get(case, first if first in ARCHITECTURES else "llama"))
     data = updates.experience(model)
+    if case == "qwen3_moe":
+        data = dataclasses.replace(data, batch=tiny.routed(data.batch))
     replicated: list[Any] = []
     if case.startswith("value"):
         model = ValueModel.of_causal_lm(model)
@@ -128,6 +132,8 @@ def run(case: str, workers: Workers, folder: Path) -> tuple[dict[str, torch.Tens
         optimizer = create_optimizer(model, RATE, eps=EPS, kind=kind, offload=offload)
     else:
         optimizer = create_optimizer(model, RATE, eps=EPS)
+    if data.batch.routed_experts is not None:
+        workers.evaluate(lambda: routers_of(model))
     metrics: dict[str, Any] = {}
     for step in range(STEPS):
         changes = {"learning_rate": RATE, "skip_non_finite": case == "not-finite", "num_epochs": STEPS - step}

@@ -74,6 +74,7 @@ QUICK = (
     "correction-of_engine_with_masks",
     "kl_cov",
     "zamba2",
+    "qwen3_moe",
 )
 SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
 
