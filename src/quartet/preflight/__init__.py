@@ -20,7 +20,7 @@ from quartet.preflight.findings import Finding, collect, has_error
 from quartet.preflight.functions import check_function, named_functions, prompt_columns
 from quartet.preflight.generators import check_generators
 from quartet.preflight.ineffective_settings import check_settings
-from quartet.preflight.models import check_model, check_same_tokenizer, check_stop_tokens
+from quartet.preflight.models import check_experts, check_model, check_same_tokenizer, check_stop_tokens
 from quartet.preflight.prompts import check_prompts
 from quartet.preflight.security_checks import check_access, check_port
 from quartet.run_directory.identity import Identity
@@ -77,6 +77,8 @@ def check_inputs(
                 found += collect(check_same_tokenizer, key, model, config.actor.model)
     if "actor.model" in local or config.services.actor.address is not None:
         found += collect(check_stop_tokens, "actor.model", config.actor.model, config.rollout.stop_strings)
+        if config.rollout.router_replay:
+            found += collect(check_experts, "actor.model", config.actor.model)
     found += collect(_check_triton, config)
     found += collect(check_sinks, config) if config.services.orchestrator.address is None else []
     functions = named_functions(config)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.contract.status import Role
-from quartet.errors import ModelError
+from quartet.errors import ConfigError, ModelError
 from quartet.model_files.adapter_files import adapter_chain, is_adapter
 from quartet.model_files.hub_models import cached_snapshot, hub_directory, looks_local
 from quartet.model_files.model_support import (
@@ -81,6 +81,21 @@ def check_stop_tokens(key: str, model: str, stop_strings: Sequence[str]) -> Iter
         ignored.append(NO_STOP_TOKEN)
     for line in ignored:
         yield Finding("warning", f"{key} {model}", line)
+
+
+def check_experts(key: str, model: str) -> None:
+    """Raise ConfigError if the policy is a dense model, which has no routers to replay, and its files are on this machine."""
+    base = Path(str(adapter_chain(model)[0]))
+    directory = base if base.is_dir() else cached_snapshot(str(base))
+    if directory is None:
+        return
+    description = _read_json(f"{key} {model}", directory / "config.json")
+    sections = [description, *(value for value in description.values() if isinstance(value, dict))]
+    if not any(value for section in sections for name, value in section.items() if "expert" in name):
+        raise ConfigError(
+            f"rollout.router_replay: {key} {model} has no experts, so it has no routers to replay; set router_replay false, or "
+            "give a mixture of experts"
+        )
 
 
 def _check_slices(what: str, role: Role, directory: Path, tensor: int) -> None:

@@ -11,7 +11,7 @@ import huggingface_hub.constants
 import pytest
 
 from quartet.config.loading import parse_config
-from quartet.errors import ModelError
+from quartet.errors import ConfigError, ModelError
 from quartet.model_files.hub_models import looks_local
 from quartet.model_files.tokenizer_check import first_difference
 from tests.unit.preflight.files import check_inputs, config
@@ -258,6 +258,19 @@ def test_stop_tokens_that_never_end_a_response_are_warned_of(
     stopping = checked.model_copy(update={"rollout": checked.rollout.model_copy(update={"stop_strings": ("b",)})})
     if token is None:
         assert not [note for note in check_inputs(stopping) if note.startswith("warning: ")]
+
+
+def test_router_replay_needs_a_model_with_experts(models: Path) -> None:
+    checked = config(models)
+    replaying = checked.model_copy(update={"rollout": checked.rollout.model_copy(update={"router_replay": True})})
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.router_replay: actor\.model .*policy has no experts, .* false, or"
+    ):
+        check_inputs(replaying)
+    directory = models / "policy"
+    description = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**description, "text_config": {"num_experts": 8}}))
+    check_inputs(replaying)
 
 
 def test_a_stop_token_that_is_no_id_is_refused(models: Path) -> None:
