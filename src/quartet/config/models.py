@@ -29,7 +29,8 @@ class OptimizerConfig(Section):
     """adamw: AdamW. muon: Muon (Jordan et al. 2024) for the matrices of the transformer layers, also those of adapters, and AdamW
     for all other parameters: embeddings, heads, biases, norms and experts. Muon's steps are as large as AdamW's (Liu et al.
     2025), so they have the same learning rate. It needs whole matrices, so only models in one process,
-    without offload.optimizer. adamw8bit: AdamW with moments of 8 bits (Dettmers et al. 2022) by torchao, extra
+    without offload.optimizer. torch's Muon computes in bfloat16, so its bits depend on the processor, unless ONEDNN_MAX_CPU_ISA
+    is AVX2 in the environment of the services. adamw8bit: AdamW with moments of 8 bits (Dettmers et al. 2022) by torchao, extra
     torchao, also for models in one process and without offload.optimizer: 6 bytes less per trained parameter."""
     momentum: Decay = 0.95
     """Momentum of Muon, with Nesterov's correction. Not used by AdamW."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 
 from quartet.config.root import Config
 from quartet.contract.generation import EngineProperties
+from quartet.contract.status import Role
 from quartet.engines.engine import find_engine
 from quartet.errors import ConfigError
 
@@ -53,6 +54,13 @@ def _notes(config: Config, engines: Collection[EngineProperties]) -> Iterator[st
             "rollout.in_flight_updates: the times at which updates arrive decide which weights generate a token, so a repeated "
             "run ends with another policy; set it to false for runs that repeat"
         )
+    for role in (Role.ACTOR, Role.CRITIC):
+        if getattr(config, role).optimizer.kind == "muon" and (role is Role.ACTOR or config.has_critic):
+            yield (
+                f"{role}.optimizer.kind muon: torch's Muon computes in bfloat16, which processors with other instructions round "
+                "differently, so another kind of processor ends with another policy; set ONEDNN_MAX_CPU_ISA=AVX2 in the "
+                "environment of all services, or kind adamw"
+            )
     measured = {
         engine.trial_digest: engine.trial for engine in engines if engine.batch_invariant and engine.trial_digest
     }

@@ -42,7 +42,12 @@ class DeviceMonitor:
 
     def _follow(self) -> None:
         while not self._ended.wait(self._interval):
-            self._readings = self._read()
+            try:
+                self._readings = self._read()
+            except Exception:
+                log.exception("devices cannot be read; they are no longer reported")
+                self._readings = ()
+                return
 
 
 class CpuReader:

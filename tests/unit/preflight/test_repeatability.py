@@ -85,6 +85,17 @@ def test_in_flight_updates_are_warned_of_whatever_the_engine() -> None:
     assert note.startswith("rollout.in_flight_updates: ")
 
 
+def test_muon_is_warned_of_for_each_model_that_it_trains() -> None:
+    tree = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}}
+    for key in ("actor", "critic"):
+        section = {**tree.get(key, {}), "optimizer": {"kind": "muon"}}
+        [note] = repeatability_notes(parse_config({**tree, key: section}, "test"), [PASSED])
+        assert note.startswith(f"{key}.optimizer.kind muon: torch's Muon computes in bfloat16")
+        assert "set ONEDNN_MAX_CPU_ISA=AVX2" in note
+    without = {**tree, "critic": {"optimizer": {"kind": "muon"}}, "algorithm": {"estimator": "reinforce_plus_plus"}}
+    assert repeatability_notes(parse_config(without, "test"), [PASSED]) == []
+
+
 def test_generators_that_round_differently_are_warned_of() -> None:
     other = replace(PASSED, trial="passed on B, AVX2, 1 thread", trial_digest="02")
     [note] = repeatability_notes(config(generators=2), [PASSED, other])

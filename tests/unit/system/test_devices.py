@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 
 from quartet.contract.status import DeviceReading
 from quartet.system.devices import CpuReader, DeviceMonitor, GpuReader
+from tests.waiting import wait_until
 
 GIB = 2**30
 GPUS = {"GPU-aaaa-1": "H100", "GPU-bbbb-2": "H100", "MIG-cccc-3": "H100 MIG"}
@@ -148,3 +150,19 @@ def test_a_monitor_keeps_the_last_readings() -> None:
         assert [reading.name for reading in monitor.readings()] == ["cpu"]
     finally:
         monitor.close()
+
+
+def test_devices_that_cannot_be_read_are_no_longer_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, broken = DeviceReading("cpu", 0.5, 1, 2), threading.Event()
+
+    def read(_: CpuReader) -> tuple[DeviceReading, ...]:
+        if broken.is_set():
+            raise OSError("gone")
+        return (reading,)
+
+    monkeypatch.setattr(CpuReader, "read", read)
+    monitor = DeviceMonitor(interval=0.001)
+    wait_until(lambda: monitor.readings() == (reading,))
+    broken.set()
+    wait_until(lambda: monitor.readings() == ())
+    monitor.close()

@@ -281,6 +281,21 @@ def test_an_actor_can_send_every_version_that_generates_the_next_steps(behind: i
         assert set(needed) <= actor.published.keys(), (start, pending, kept)
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_an_actor_can_send_the_version_whose_evaluation_has_not_ended(kept: int, tmp_path: Path) -> None:
+    """The actor has taken the update after it, beside the evaluation."""
+    sections: dict[str, Any] = {
+        "data": {"prompts": "p", "validation": "v"},
+        "rollout": {"prompts_per_step": 2, "generators": 2},
+        "evaluation": {"every_steps": 1, "generators": 1},
+    }
+    run, buffer = Interrupted(tmp_path, has_checkpoint=False, **sections), Buffer(range(1, COMMITTED + 2))
+    actor = Actor(buffer, COMMITTED + 1, kept=kept)
+    run.recover(buffer, actor, pending=COMMITTED + 1)
+    assert COMMITTED in actor.published
+    assert bool(actor.restored) == (kept == 0)
+
+
 @pytest.mark.parametrize(
     ("start", "own"),
     [({"broken": True}, True), ({"run": "other"}, True), ({}, False)],
