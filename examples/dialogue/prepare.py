@@ -6,7 +6,8 @@ SOURCE is a file (JSON Lines, also as .gz or .zst, or Parquet), a folder, or the
 preferences.py for the forms of a row. Writes to OUT
 
 - prompts.jsonl and validation_prompts.jsonl: each conversation up to the user's last message, as ``data.prompts`` reads it;
-- pairs.jsonl and validation_pairs.jsonl: ``prompt``, ``chosen`` and ``rejected`` in chat format, for train_reward.py;
+- pairs.jsonl and validation_pairs.jsonl: ``prompt``, ``chosen`` and ``rejected`` in chat format, for quartet sft and
+  quartet reward-model;
 - summary.json: the source and the counts.
 
 Conversations that begin with the same message of the user are either all for training or all for validation. Repeated pairs,
