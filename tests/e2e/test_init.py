@@ -163,6 +163,12 @@ def test_three_configs_are_written_from_pairs(toy: Path, call: Call, tmp_path: P
     }
     assert encoded == {tuple(row.prompt) for row in rows.training}
     assert encoded.isdisjoint({tuple(row.prompt) for row in rows.validation})
+    assert rows.validation
+    few = {"prompt": "question 0", "chosen": "yes", "rejected": "no"}
+    (tmp_path / "few.jsonl").write_text(json.dumps(few) + "\n")
+    warned = call("init", "few", "--from-pairs", "few.jsonl", "--policy", base)
+    assert warned.code == 0, warned.err
+    assert "warning: few.jsonl: none of 1 pairs is held out, so nothing is evaluated" in warned.err
     again = call("init", "mine", "--from-pairs", pairs, "--policy", base)
     assert (again.code, again.err) == (
         2,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quartet.config.supervised import RewardModelConfig, SftConfig
-from quartet.data.preference_pairs import read_demonstrations, read_pairs
+from quartet.data.preference_pairs import is_held_out, read_demonstrations, read_pairs
 from quartet.errors import DataError
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.supervised.rows import StageRows, read_rows
@@ -32,15 +32,18 @@ def written(path: Path, *rows: Any) -> Path:
     return path
 
 
-def rows_of(toy: Path, train: Path, stage: str = "sft", **data: Any) -> StageRows:
+def rows_of(
+    toy: Path, train: Path, stage: str = "sft", seed: int = 0, printed: list[str] | None = None, **data: Any
+) -> StageRows:
     kind = {"sft": SftConfig, "reward-model": RewardModelConfig}[stage]
     tree = {
         "stage": stage,
-        "run": {"name": "x"},
+        "run": {"name": "x", "seed": seed},
         "data": {"train": str(train), "validation_fraction": 0, **data},
         "model": {"path": str(toy / "base")},
     }
-    return read_rows(kind.model_validate(tree), load_tokenizer(toy / "base"), 384, lambda _: None)
+    report = [].append if printed is None else printed.append
+    return read_rows(kind.model_validate(tree), load_tokenizer(toy / "base"), 384, report)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -67,6 +70,36 @@ def test_conversations_that_begin_alike_are_on_one_side(toy: Path) -> None:
     training, validation = ({tuple(row.prompt) for row in part} for part in (rows.training, rows.validation))
     assert len(training) > len(validation) > 5
     assert training.isdisjoint(validation)
+
+
+def test_all_stages_hold_out_the_same_rows_of_any_seed(toy: Path) -> None:
+    sides = [
+        [
+            tuple(row.prompt)
+            for row in rows_of(toy, toy / "data/pairs.jsonl", stage, seed, validation_fraction=0.3).validation
+        ]
+        for stage, seed in (("sft", 0), ("sft", 1), ("reward-model", 2))
+    ]
+    assert sides[0] == sides[1] == sides[2] != []
+
+
+def test_rows_are_held_out_of_what_a_split_by_seed_has_left(toy: Path, tmp_path: Path) -> None:
+    questions = [question for question in map("question {}".format, range(400)) if not is_held_out(question, 0.1, 0)]
+    train = written(tmp_path / "rows.jsonl", *({"prompt": each, "completion": "because"} for each in questions))
+    printed: list[str] = []
+    rows = rows_of(toy, train, printed=printed, validation_fraction=0.05)
+    assert 5 < len(rows.validation) < 40
+    assert not any("warning" in line for line in printed)
+
+
+def test_a_warning_says_that_no_row_is_held_out(toy: Path, tmp_path: Path) -> None:
+    train = written(tmp_path / "rows.jsonl", FORMS["messages"])
+    printed: list[str] = []
+    assert rows_of(toy, train, printed=printed, validation_fraction=1e-9).validation == []
+    assert f"warning: {train}: data.validation_fraction 1e-09 holds out none of 1 rows; raise it, or name" in printed[0]
+    printed.clear()
+    rows_of(toy, train, printed=printed)
+    assert not any("warning" in line for line in printed)
 
 
 def test_long_rows_are_left_out_up_to_a_fraction(toy: Path, tmp_path: Path) -> None:

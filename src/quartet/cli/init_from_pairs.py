@@ -46,6 +46,12 @@ def init_from_pairs(folder: Path, pairs_file: Path, answers: Answers, overwrite:
     }
     if not sides[prompts]:
         raise ConfigError(f"{pairs_file}: all {len(pairs)} pairs are held out; give more pairs")
+    if not sides[validation]:
+        typer.echo(
+            f"warning: {pairs_file}: none of {len(pairs):,} pairs is held out, so nothing is evaluated; give more pairs, or name "
+            "held-out ones as data.validation in each config",
+            err=True,
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for path, rows in sides.items():
         write_json_lines(path, ({"prompt": messages_of(prompt)} for prompt in rows))
@@ -69,7 +75,7 @@ def init_from_pairs(folder: Path, pairs_file: Path, answers: Answers, overwrite:
 
 
 def _is_held_out(pair: Pair) -> bool:
-    return is_held_out(pair.opening, VALIDATION_FRACTION, seed=0)
+    return is_held_out(pair.opening, VALIDATION_FRACTION)
 
 
 def _stage_text(stage: str, rows: str, model: str) -> str:

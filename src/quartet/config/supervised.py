@@ -22,7 +22,7 @@ class StageRunConfig(Section):
     name: Name
     """Name of the run and of its folder: letters, digits, '.', '_' and '-'."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of the order of the rows, of new heads and adapters, and of the held-out rows."""
+    """Seed of the order of the rows, and of new heads and adapters."""
     epochs: Positive = 1.0
     """Passes over the rows. Not used if `steps` is set."""
     steps: Count | None = None

@@ -36,6 +36,9 @@ EXPECTED = (
 )
 
 
+STAGES = "stages"
+"""Salt of the split that the stages and `quartet init` share. It differs from the seeds of examples/dialogue, whose training part
+has no conversations with a low hash: with the same salt, nothing of it would be held out."""
 ANSWERS = ("chosen", "messages", "completion")
 """Columns with the answer of a demonstration."""
 EXPECTED_DEMONSTRATION = 'expected "messages", "completion" beside "prompt", or "chosen" as in a preference pair'
@@ -85,9 +88,9 @@ def _opening(prompt: Iterable[Message]) -> str:
     return " ".join(next(content for role, content in prompt if role == USER).casefold().split())
 
 
-def is_held_out(opening: str, fraction: float, seed: int) -> bool:
+def is_held_out(opening: str, fraction: float, salt: int | str = STAGES) -> bool:
     """Return whether the conversations with this opening are for validation. It does not depend on the other rows."""
-    digest = hashlib.sha256(f"{seed}/{opening}".encode()).digest()
+    digest = hashlib.sha256(f"{salt}/{opening}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 

@@ -58,17 +58,22 @@ class StageRows:
     validation: list[EncodedRow]
 
 
-def _split(config: StageConfig) -> tuple[list[Row], list[Row]]:
-    """Return the rows to train on, and the held-out ones."""
+def _split(config: StageConfig, report: Callable[[str], None]) -> tuple[list[Row], list[Row]]:
+    """Return the rows to train on, and the held-out ones. Every stage with the same fraction holds out the same ones."""
     data, read = config.data, read_demonstrations if isinstance(config, SftConfig) else read_pairs
     rows: list[Row] = list(read(data.train))
     if data.validation is not None:
         return rows, list(read(data.validation))
     parts: tuple[list[Row], list[Row]] = ([], [])
     for row in rows:
-        parts[is_held_out(row.opening, data.validation_fraction, config.run.seed)].append(row)
+        parts[is_held_out(row.opening, data.validation_fraction)].append(row)
     if not parts[0]:
         raise DataError(f"{data.train}: all rows are held out; give more rows, or set data.validation_fraction 0")
+    if data.validation_fraction and not parts[1]:
+        report(
+            f"warning: {data.train}: data.validation_fraction {data.validation_fraction:g} holds out none of {len(rows):,} rows; "
+            "raise it, or name held-out rows as data.validation"
+        )
     return parts
 
 
@@ -96,7 +101,7 @@ def read_rows(config: StageConfig, tokenizer: Any, positions: int | None, report
         report(f"{name}: {len(short):,} of {len(rows):,} rows have at most {limit} tokens")
         return short
 
-    training, validation = _split(config)
+    training, validation = _split(config, report)
     return StageRows(encode(training, "data.train"), encode(validation[: data.max_validation_rows], "held-out rows"))
 
 
