@@ -118,6 +118,16 @@ def test_unusable_rows_are_named_with_file_and_line(tmp_path: Path) -> None:
     for read, row, message in (
         (read_pairs, equal, "chosen and rejected are equal; expected two different answers"),
         (read_pairs, FORMS["messages"], "chosen is missing; expected"),
+        (
+            read_pairs,
+            {"prompt": "why ?", "chosen": "because", "rejected": "no \ud800"},
+            r"rejected: message 2 (assistant) contains half of a character (the lone surrogate '\ud800'); expected a text",
+        ),
+        (
+            read_demonstrations,
+            {"prompt": "\udfff", "completion": "because"},
+            "completion: message 1 (user) contains half of a character",
+        ),
         (read_demonstrations, {"prompt": "why ?"}, 'has no answer; expected "messages"'),
         (read_demonstrations, {"messages": [QUESTION]}, "messages: ends with a message of the user"),
     ):

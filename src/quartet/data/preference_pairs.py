@@ -191,7 +191,7 @@ def _turns(text: str, where: str) -> tuple[Message, ...]:
 
 
 def _check_order(messages: tuple[Message, ...], where: str) -> None:
-    """Check that user and assistant take turns, after at most one system message, and that no message is empty."""
+    """Check that user and assistant take turns, after at most one system message, and that each message is a text in UTF-8."""
     first = 1 if messages[0][0] == "system" else 0
     for number, (role, content) in enumerate(messages, 1):
         if number > first and role != (USER, ASSISTANT)[(number - 1 - first) % 2]:
@@ -201,6 +201,13 @@ def _check_order(messages: tuple[Message, ...], where: str) -> None:
             )
         if not content:
             raise DataError(f"{where}: message {number} ({role}) is empty; expected a text")
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where}: message {number} ({role}) contains half of a character (the lone surrogate "
+                f"{content[error.start]!a}); expected a text in UTF-8, so correct the row, or remove it"
+            ) from None
     if len(messages) - first < 2 or messages[-1][0] != ASSISTANT:
         raise DataError(f"{where}: ends with a message of the {messages[-1][0]}; expected an answer of the assistant")
 
