@@ -304,6 +304,15 @@ def test_a_pad_token_of_the_vocabulary_is_used(stages: Stages) -> None:
         stages.run("reward-model", overwrite=True, model={"path": str(model), "pad_token": "<none>"})
 
 
+def test_a_gpu_that_is_missing_is_refused_before_anything_is_written(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"model\.device cuda: torch sees no GPU here; .* or remove model\.device"):
+        stages.run("sft", model={"device": "cuda"})
+    assert not (stages.folder / "runs").exists()
+
+
 def test_a_config_of_another_command_is_refused(stages: Stages) -> None:
     path = stages.config("sft")
     with pytest.raises(ConfigError, match="stage is sft, expected reward-model; run quartet sft"):

@@ -36,6 +36,7 @@ from quartet.run_directory.model_digests import model_digests
 from quartet.run_directory.run_files import RunFiles, RunOutcome
 from quartet.run_directory.step_lines import truncate_step_lines
 from quartet.supervised.checkpoints import checkpoint_step, newest_checkpoint
+from quartet.supervised.device import device_of
 from quartet.supervised.rows import EncodedRow, StageRows, read_rows
 from quartet.system.durable_files import replace_directory, sha256, storage_errors, write_durably
 from quartet.system.missing_packages import require_package
@@ -54,6 +55,7 @@ def run_stage(config: StageConfig, overwrite: bool, resume: bool, report: Report
         raise ConfigError(f"--resume: {files.root} has no run; start one without --resume")
     if not resume and not overwrite:
         check_unused(files)
+    device_of(config)
     tokenizer, rows = check_stage(config, report)
     steps = config.run.steps or math.ceil(
         config.run.epochs * math.ceil(len(rows.training) / config.training.batch_size)

@@ -26,6 +26,7 @@ from quartet.models.weights.loading import load_causal_lm
 from quartet.models.weights.tokenizer import SAFE, explained
 from quartet.run_directory.run_files import RunFiles
 from quartet.supervised.checkpoints import CheckpointedTrainer
+from quartet.supervised.device import device_of
 from quartet.supervised.rows import StageRows
 from quartet.telemetry.sinks.background import Sinks
 
@@ -112,7 +113,7 @@ def build_trainer(
 ) -> Any:
     """Return the trainer of a stage. ``model`` is from ``load_model``."""
     training = config.training
-    device = config.model.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of(config)
     settings: dict[str, Any] = {
         "output_dir": str(files.stage),
         "seed": config.run.seed,
