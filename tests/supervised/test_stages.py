@@ -21,6 +21,7 @@ from quartet.errors import ConfigError, ModelError
 from quartet.models.weights.tokenizer import load_tokenizer
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
+from quartet.supervised import stage as stage_module
 from quartet.supervised import trainers
 from quartet.supervised.rows import EncodedRow, read_rows
 from quartet.supervised.stage import check_stage, next_command, run_stage
@@ -177,6 +178,25 @@ def test_a_resumed_stage_ends_with_the_same_bits(
     lines = [[{**line, "seconds": 0} for line in read_step_lines(each.metrics)] for each in (whole, cut)]
     assert lines[0] == lines[1]
     assert [line["step"] for line in lines[0]] == list(range(1, 22))
+
+
+def test_trackers_get_an_id_of_the_run_that_a_resumed_run_keeps(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids: list[str] = []
+    opened = stage_module.open_sinks
+
+    def open_sinks(config: Any, files: RunFiles, identity: str, note: Callable[[str], None]) -> Any:
+        ids.append(identity)
+        return opened(config, files, identity, note)
+
+    monkeypatch.setattr(stage_module, "open_sinks", open_sinks)
+    files = stages.run("sft", run={"steps": 1})
+    assert json.loads(files.identity.read_text())["id"] == ids[0] != "sft"
+    files.outcome.unlink()
+    stages.run("sft", resume=True, run={"steps": 1})
+    stages.run("sft", overwrite=True, run={"steps": 1})
+    assert ids[0] == ids[1] != ids[2]
 
 
 def test_no_file_of_a_stage_is_pickled(stages: Stages) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -62,9 +63,9 @@ def run_stage(config: StageConfig, overwrite: bool, resume: bool, report: Report
     )
     config = config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
     with lock_run_directory(files):
-        identity = _identity(config)
+        identity = {"id": secrets.token_hex(8), **_identity(config)}
         if resume:
-            _check_identity(identity, files)
+            identity["id"] = _check_identity(identity, files)
             if _is_finished(files, steps):
                 report(f"{files.root} is finished: {steps} of {steps} steps")
                 return output
@@ -75,7 +76,7 @@ def run_stage(config: StageConfig, overwrite: bool, resume: bool, report: Report
         with storage_errors(files.identity):
             write_durably(files.identity, json.dumps(identity, indent=1) + "\n")
         with _outcome(files, steps):
-            _train(config, files, tokenizer, rows, output, report)
+            _train(config, files, identity["id"], tokenizer, rows, output, report)
     return output
 
 
@@ -131,10 +132,11 @@ def _identity(config: StageConfig) -> dict[str, Any]:
     }
 
 
-def _check_identity(now: dict[str, Any], files: RunFiles) -> None:
-    """Raise ConfigError naming the first setting or file that differs from those that the stage started with."""
+def _check_identity(now: dict[str, Any], files: RunFiles) -> str:
+    """Return the id of the run. Raises ConfigError naming the first setting or file that differs from those of its start."""
     try:
         before = json.loads(files.identity.read_text(encoding="utf-8"))
+        id = str(before["id"])
         changed = [
             (key, before[part].get(key), now[part].get(key))
             for part in ("settings", "rows", "model")
@@ -149,6 +151,7 @@ def _check_identity(now: dict[str, Any], files: RunFiles) -> None:
             f"--resume: {key} is {new!r}, the run in {files.root} started with {old!r}; restore it, or start again with "
             "--overwrite"
         )
+    return id
 
 
 def _is_finished(files: RunFiles, steps: int) -> bool:
@@ -168,7 +171,9 @@ def _outcome(files: RunFiles, steps: int) -> Iterator[None]:
     files.write_outcome(RunOutcome(RunState.FINISHED, steps))
 
 
-def _train(config: StageConfig, files: RunFiles, tokenizer: Any, rows: StageRows, output: Path, report: Report) -> None:
+def _train(
+    config: StageConfig, files: RunFiles, id: str, tokenizer: Any, rows: StageRows, output: Path, report: Report
+) -> None:
     # TRL takes seconds to import. Invalid input is refused before.
     from quartet.supervised.trainers import MetricsLog, build_trainer, load_model, merged
 
@@ -180,7 +185,7 @@ def _train(config: StageConfig, files: RunFiles, tokenizer: Any, rows: StageRows
     assert steps is not None, "steps were counted"
     with (
         suppress_hf_logging(),
-        closing(open_sinks(config, files, config.run.name, report)) as sinks,
+        closing(open_sinks(config, files, id, report)) as sinks,
     ):
         sinks.continues_from(done)
         log = MetricsLog(files, sinks, config.evaluation.every_steps, report)
