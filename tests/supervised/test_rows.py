@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,19 @@ def test_a_pair_has_both_answers_and_its_margin(toy: Path, tmp_path: Path) -> No
     assert pair["chosen_ids"] == row.to_pair(0)["chosen_ids"] == row.prompt + row.answers[0]
     assert pair["rejected_ids"] == row.prompt + row.answers[1]
     assert "margin" not in row.to_pair(0)
+
+
+def test_a_template_gets_the_variables_of_the_config(toy: Path, tmp_path: Path) -> None:
+    shutil.copytree(toy / "base", tmp_path / "base")
+    template = tmp_path / "base/chat_template.jinja"
+    template.write_text(template.read_text() + "{{ mood | default('') }}")
+    train = written(tmp_path / "rows.jsonl", FORMS["messages"])
+    plain, given = (
+        rows_of(tmp_path, train, chat_template_kwargs=variables).training[0] for variables in ({}, {"mood": "gladly"})
+    )
+    tokenizer = load_tokenizer(toy / "base")
+    assert given.prompt == plain.prompt + tokenizer("gladly", add_special_tokens=False)["input_ids"]
+    assert given.answers == plain.answers
 
 
 def test_conversations_that_begin_alike_are_on_one_side(toy: Path) -> None:

@@ -144,6 +144,66 @@ def test_the_first_loss_of_a_reward_model_is_that_of_a_direct_computation(stages
     assert line["accuracy"] == pytest.approx(float((scores[0] > scores[1]).float().mean()))
 
 
+def test_forward_passes_of_unequal_size_change_the_loss_of_a_reward_model(stages: Stages) -> None:
+    pairs = (stages.toy / "data/pairs.jsonl").read_text().splitlines(keepends=True)[:5]
+    train = stages.folder / "five.jsonl"
+    train.write_text("".join(pairs))
+    losses = []
+    for size in (4, 8):
+        training = {"batch_size": 8, "micro_batch_size": size, "learning_rate": 1e-9}
+        files = stages.run(
+            "reward-model", overwrite=size == 8, run={"steps": 1}, training=training, data={"train": str(train)}
+        )
+        losses.append(read_step_lines(files.metrics)[0]["loss"])
+    assert losses[0] != pytest.approx(losses[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward-model"])
+def test_trl_and_peft_get_the_settings_of_the_config(stages: Stages, built: list[Any], stage: str) -> None:
+    recomputes = stage == "sft"  # TRL's default is True for both.
+    training = {
+        "batch_size": 6,
+        "micro_batch_size": 3,
+        "learning_rate": 2e-4,
+        "warmup_steps": 5,
+        "schedule": "cosine",
+        "weight_decay": 0.125,
+        "max_grad_norm": 0.25,
+    }
+    if stage == "reward-model":
+        training["center_rewards_coefficient"] = 0.375
+    lora = {"rank": 3, "alpha": 5.0, "dropout": 0.0625, "target_modules": ["q_proj", "v_proj"]}
+    stages.run(
+        stage,
+        run={"steps": 2, "seed": 7},
+        training=training,
+        model={"gradient_checkpointing": recomputes, "lora": lora},
+        checkpoint={"every_steps": 9},
+    )
+    arguments = built[0].args
+    expected = {
+        "per_device_train_batch_size": 3,
+        "per_device_eval_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 2e-4,
+        "warmup_steps": 5,
+        "lr_scheduler_type": "cosine",
+        "weight_decay": 0.125,
+        "max_grad_norm": 0.25,
+        "max_steps": 2,
+        "seed": 7,
+        "data_seed": 7,
+        "gradient_checkpointing": recomputes,
+        "save_steps": 9,
+        "bf16": False,
+        "use_cpu": True,
+    } | ({"center_rewards_coefficient": 0.375} if stage == "reward-model" else {})
+    assert {name: getattr(arguments, name) for name in expected} == expected
+    adapter = built[0].model.peft_config["default"]
+    assert (adapter.r, adapter.lora_alpha, adapter.lora_dropout) == (3, 5.0, 0.0625)
+    assert adapter.target_modules == {"q_proj", "v_proj"}
+
+
 @pytest.mark.parametrize(
     ("stage", "lora"),
     [("sft", None), ("reward-model", None), ("sft", {"rank": 2, "dropout": 0.1}), ("reward-model", {"rank": 2})],

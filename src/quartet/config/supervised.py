@@ -92,7 +92,10 @@ class StageTrainingConfig(Section):
     batch_size: Count = 64
     """Rows of an optimizer step."""
     micro_batch_size: Count = 8
-    """Rows of a forward pass, a divisor of `batch_size`. It affects speed and memory, and only the last bits of the result."""
+    """Rows of a forward pass, a divisor of `batch_size`. It affects speed and memory. The loss of sft is a mean over the tokens
+    of a step, so without dropout the result changes only in the last bits. The loss of a reward model is the mean of those of the
+    forward passes: if the last pass of an epoch has fewer rows, each of them counts more in its step. Metrics besides the loss of
+    training are means over forward passes, too."""
     learning_rate: Positive = 1e-5
     """Learning rate after the warmup."""
     warmup_steps: WholeNumber = 0
