@@ -22,6 +22,7 @@ from quartet import __version__
 from quartet.config.section import is_loopback
 from quartet.config.supervised import StageConfig, load_any_config
 from quartet.errors import ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
+from quartet.run_directory.locking_and_removal import ACTIVE_STAGE, is_locked
 from quartet.run_directory.run_files import RunFiles
 
 CA_FILE_VARIABLE = "SSL_CERT_FILE"
@@ -122,9 +123,11 @@ def _in_directory(directory: Path) -> Target:
 
 
 def _describe_inactive(directory: Path, files: RunFiles) -> str:
-    """Return how far a run without processes has come, and the commands for it."""
+    """Return how far a run without processes has come, and the commands for it; or that it is a stage, which has no gateway."""
     if not files.is_run():
         return f"run {directory}: is not the directory of a run; expected a directory such as runs/NAME"
+    if files.stage_name() and is_locked(files):
+        return f"run {directory}: {ACTIVE_STAGE}"
     config = load_any_config(files.config)
     steps, last, shown = config.run.steps or 0, files.last_step(), shell_quote(str(directory))
     command = config.stage if isinstance(config, StageConfig) else "train"

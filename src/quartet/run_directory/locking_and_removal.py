@@ -39,14 +39,21 @@ def lock_folder(folder: Path, name: str, in_use: str) -> Iterator[None]:
         yield
 
 
+ACTIVE_STAGE = (
+    "a stage is active there; it takes no commands: end it with Ctrl-C (or SIGTERM), and --resume continues it"
+)
+"""What a command says that an active stage cannot follow."""
+
+
 def lock_run_directory(files: RunFiles) -> AbstractContextManager[None]:
     """Create the directory and lock it for one run. Raises ConfigError if another run holds the lock."""
-    return lock_folder(
-        files.root,
-        "run directory",
-        f"a run is active there; wait until it ends, stop it with quartet stop {quote(str(files.root))}, or choose another "
-        "run.name",
+    in_use = (
+        ACTIVE_STAGE
+        if files.stage_name()
+        else f"a run is active there; wait until it ends, stop it with quartet stop {quote(str(files.root))}, or choose "
+        "another run.name"
     )
+    return lock_folder(files.root, "run directory", in_use)
 
 
 def is_locked(files: RunFiles) -> bool:

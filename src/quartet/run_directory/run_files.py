@@ -12,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from quartet import errors
-from quartet.config.loading import FIRST_CONFIG_LINE
+from quartet.config.loading import FIRST_CONFIG_LINE, STAGE_NAMES, read_tree
 from quartet.contract.control import Alert, RunState
 from quartet.contract.status import Role
 from quartet.errors import ConfigError, ServiceFailed
@@ -134,6 +134,14 @@ class RunFiles:
             return self.config.read_text(encoding="utf-8").startswith(FIRST_CONFIG_LINE)
         except (OSError, UnicodeDecodeError):
             return False
+
+    def stage_name(self) -> str | None:
+        """Return the command of the stage that is here, such as sft; None for anything else."""
+        try:
+            name = read_tree(self.config).get("stage") if self.is_run() else None
+        except ConfigError:
+            return None
+        return name if name in STAGE_NAMES else None
 
     def write_config(self, text: str) -> None:
         """Write ``config.yaml``. Raises ConfigError if the directory cannot be written."""

@@ -15,6 +15,8 @@ import pytest
 from quartet.cli.remote.control import change_settings, send
 from quartet.errors import ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.gateway.client import TOKEN_VARIABLE, Api, Target, find_run
+from quartet.run_directory.locking_and_removal import lock_run_directory
+from quartet.run_directory.run_files import RunFiles
 
 SECRET = "a-token-of-twenty-signs"  # pragma: allowlist secret - only for this test
 HTTPResponse = tuple[int, str, bytes]
@@ -83,6 +85,20 @@ def test_a_directory_without_a_gateway_is_refused_with_the_reason(services: bool
         (tmp_path / "services.json").write_text("{}")
     with pytest.raises(ConfigError, match=re.escape(message)):
         find_run(str(tmp_path))
+
+
+def test_an_active_stage_takes_no_commands(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "sft")
+    tree = {"stage": "sft", "run": {"name": "sft", "steps": 9}, "data": {"train": "rows.jsonl"}, "model": {"path": "m"}}
+    files.write_config(json.dumps(tree))
+    with lock_run_directory(files), pytest.raises(ConfigError) as active:
+        find_run(str(files.root))
+    assert str(active.value) == (
+        f"run {files.root}: a stage is active there; it takes no commands: end it with Ctrl-C (or SIGTERM), and --resume "
+        "continues it"
+    )
+    with pytest.raises(ConfigError, match="is not active: it ended after step 0 of 9; quartet sft"):
+        find_run(str(files.root))
 
 
 @pytest.mark.parametrize(

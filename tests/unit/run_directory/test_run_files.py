@@ -61,6 +61,17 @@ def test_only_one_run_can_lock_a_directory(tmp_path: Path) -> None:
         pass
 
 
+def test_the_lock_of_a_stage_does_not_advise_quartet_stop(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "run")
+    files.write_config("stage: reward-model\n")
+    with (
+        lock_run_directory(files),
+        pytest.raises(ConfigError, match=r"/run: a stage is active there; it takes no commands: end it with Ctrl-C"),
+        lock_run_directory(files),
+    ):
+        pass
+
+
 def test_a_file_at_the_path_of_the_run_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"), lock_run_directory(RunFiles(tmp_path / "run")):
