@@ -26,6 +26,8 @@ def init_from_pairs(folder: Path, pairs_file: Path, answers: Answers, overwrite:
 
     ``answers`` have the base model as the policy. Conversations that are held out from all three are the same.
     """
+    if folder.suffix in (".yaml", ".yml") and not folder.is_dir():
+        raise ConfigError(f"init --from-pairs {folder}: writes several files; give a folder, such as {folder.stem}")
     if answers.policy is None:
         raise ConfigError(
             "init --from-pairs: give the model to start from with --policy MODEL: a chat model, such as its hub id"
