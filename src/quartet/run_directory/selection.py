@@ -34,6 +34,12 @@ def run_files(run: Path) -> RunFiles:
     return files
 
 
+def check_no_stage(files: RunFiles, command: str) -> None:
+    """Raise ConfigError if the run is a stage, for a ``command`` that needs a run of quartet train."""
+    if stage := files.stage_name():
+        raise ConfigError(f"{command} {files.root}: is a run of quartet {stage}; expected one of quartet train")
+
+
 def checkpoint_at(files: RunFiles, which: str) -> Checkpoint:
     """Return the checkpoint of a step or tag, or the newest one for ``latest``, with every file verified. Raises ConfigError."""
     tagged = tagged_checkpoints(files).get(which)
@@ -63,6 +69,7 @@ def roll_back_to(files: RunFiles, which: str) -> int:
 
     Raises ConfigError, also if the run is active.
     """
+    check_no_stage(files, "rollback")
     with lock_run_directory(files):
         step = checkpoint_at(files, which).step
         config = load_config(files.config)
@@ -74,7 +81,7 @@ def roll_back_to(files: RunFiles, which: str) -> int:
 def policy_in(directory: str) -> str:
     """Return the policy in the directory of a run or checkpoint. Anything else is returned unchanged.
 
-    Raises ConfigError for a run that has not saved its policy yet.
+    Raises ConfigError for a run that has not saved its policy yet, and for a reward model.
     """
     path = Path(directory)
     if (path / "manifest.json").is_file() and (path / "actor").is_dir():
@@ -82,9 +89,13 @@ def policy_in(directory: str) -> str:
     files = RunFiles(path)
     if not files.is_run():
         return directory
+    stage = files.stage_name()
+    if stage == "reward-model":
+        raise ConfigError(f"run {directory}: is a reward model; there is nothing to generate with")
     newest = [str(folder) for folder in checkpoint_folders(files)[-1:]]
     if not files.policy.is_dir():
-        remedy = f"give its newest checkpoint, {newest[0]}" if newest else "wait for its first checkpoint or its end"
+        wait = "wait for its end" if stage else "wait for its first checkpoint or its end"
+        remedy = f"give its newest checkpoint, {newest[0]}" if newest else wait
         raise ConfigError(f"run {directory}: has no saved policy, because it has not ended; {remedy}")
     saved, last = files.policy_step(), files.last_step()
     if saved is not None and saved < last:

@@ -20,7 +20,7 @@ from quartet.run_directory.checkpoints import MANIFEST, Checkpoint
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.locking_and_removal import is_used, lock_run_directory, remove_run
 from quartet.run_directory.run_files import RunFiles
-from quartet.run_directory.selection import checkpoint_at, run_files
+from quartet.run_directory.selection import check_no_stage, checkpoint_at, run_files
 from quartet.system.durable_files import write_durably
 
 
@@ -30,6 +30,7 @@ def fork(run: Path, which: str, name: str, overrides: list[str]) -> None:
     The KL coefficient and the running moments of the scores are reset if their settings change.
     """
     files = run_files(run)
+    check_no_stage(files, "fork")
     with lock_run_directory(files):
         checkpoint, before = checkpoint_at(files, which), load_config(files.config)
         config = load_config(files.config, [f"run.directory={files.root.parent}", *overrides, f"run.name={name}"])

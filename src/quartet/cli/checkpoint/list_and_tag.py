@@ -28,7 +28,7 @@ from quartet.run_directory.checkpoints import (
 )
 from quartet.run_directory.locking_and_removal import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
-from quartet.run_directory.selection import LATEST, available_checkpoints, checkpoint_at, run_files
+from quartet.run_directory.selection import LATEST, available_checkpoints, check_no_stage, checkpoint_at, run_files
 
 console = make_console()
 
@@ -109,6 +109,7 @@ def rollback(run: Path, which: str, yes: bool = False) -> None:
     Raises ConfigError, also if the run is active, or if there is no terminal to ask on. Raises typer.Abort if the user declines.
     """
     files = run_files(run)
+    check_no_stage(files, "rollback")
     with lock_run_directory(files):
         config, step = load_config(files.config), checkpoint_at(files, which).step
         if (removed := _removed_by_rollback(files, step)) and not yes:

@@ -95,6 +95,10 @@ def _config_of_run(checkpoint: str) -> Path:
     run = find_run(Path(checkpoint))
     if run is None:
         raise ConfigError(f"evaluate {checkpoint}: is not in the directory of a run; give the config with --config")
+    if stage := run.stage_name():
+        raise ConfigError(
+            f"evaluate {checkpoint}: is of a run of quartet {stage}; give the config of one of quartet train with --config"
+        )
     return run.config
 
 
