@@ -9,12 +9,14 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from quartet.errors import ConfigError
@@ -24,6 +26,8 @@ from quartet.system.durable_files import fsync_path, replace_directory, storage_
 TENSORS, STATE = "state.safetensors", "state.json"
 TRAINER_STATE = "trainer_state.json"
 """Name that transformers' Trainer reads."""
+_PICKLED = (".bin", ".pt", ".pth", ".pkl")
+"""Suffixes of files that transformers or PEFT may unpickle."""
 _FOLDER = re.compile(r"step-\d{6,}", re.ASCII)
 
 
@@ -84,34 +88,43 @@ class CheckpointedTrainer:
         self.state.save_to_json(str(folder / TRAINER_STATE))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        # Without these files, transformers would look for pickled ones.
-        if not any(Path(resume_from_checkpoint).glob("*.safetensors")) or not self._state(resume_from_checkpoint):
-            raise ConfigError(f"checkpoint {resume_from_checkpoint}: is damaged; start again with --overwrite")
-        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        folder = Path(resume_from_checkpoint)
+        with _damage_explained(folder):
+            # Without safetensors, transformers would look for pickled weights.
+            if not any(folder.glob("model*.safetensors")) and not (folder / "adapter_model.safetensors").is_file():
+                raise ValueError("no weights as safetensors")
+            if pickled := sorted(path.name for path in folder.rglob("*") if path.suffix in _PICKLED):
+                raise ValueError(f"{pickled[0]} is not of a stage")
+            _read_json(folder / STATE)
+            if _read_json(folder / TRAINER_STATE).get("global_step") != checkpoint_step(folder):
+                raise ValueError(f"{TRAINER_STATE} is of another step")
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        given, state = load_file(Path(checkpoint) / TENSORS), self._state(checkpoint)
-        values: dict[int, dict[str, torch.Tensor]] = {}
-        for name, value in given.items():
-            kind, index, key = (*name.split(".", 2), "")[:3]
-            if kind == "optimizer":
-                values.setdefault(int(index), {})[key] = value
-        self.optimizer.load_state_dict({"state": values, "param_groups": state["param_groups"]})
-        self.lr_scheduler.load_state_dict(state["scheduler"])
+        with _damage_explained(Path(checkpoint)):
+            given, state = load_file(Path(checkpoint) / TENSORS), _read_json(Path(checkpoint) / STATE)
+            values: dict[int, dict[str, torch.Tensor]] = {}
+            for name, value in given.items():
+                kind, index, key = (*name.split(".", 2), "")[:3]
+                if kind == "optimizer":
+                    values.setdefault(int(index), {})[key] = value
+            self.optimizer.load_state_dict({"state": values, "param_groups": state["param_groups"]})
+            self.lr_scheduler.load_state_dict(state["scheduler"])
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        given, state = load_file(Path(checkpoint) / TENSORS), self._state(checkpoint)
-        version, keys, gauss = state["random.python"]
-        random.setstate((version, tuple(keys), gauss))
-        name, words, *rest = state["random.numpy"]
-        np.random.set_state((name, np.array(words, np.uint32), *rest))
-        torch.set_rng_state(given["random.torch"])
-        if "random.cuda" in given and torch.cuda.is_available():
-            torch.cuda.set_rng_state(given["random.cuda"])
+        with _damage_explained(Path(checkpoint)):
+            given, state = load_file(Path(checkpoint) / TENSORS), _read_json(Path(checkpoint) / STATE)
+            version, keys, gauss = state["random.python"]
+            random.setstate((version, tuple(keys), gauss))
+            name, words, *rest = state["random.numpy"]
+            np.random.set_state((name, np.array(words, np.uint32), *rest))
+            torch.set_rng_state(given["random.torch"])
+            if "random.cuda" in given and torch.cuda.is_available():
+                torch.cuda.set_rng_state(given["random.cuda"])
 
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: neither float32 nor bfloat16 has a scaler."""
@@ -119,7 +132,18 @@ class CheckpointedTrainer:
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Do nothing: neither float32 nor bfloat16 has a scaler."""
 
-    @staticmethod
-    def _state(checkpoint: str) -> dict[str, Any]:
-        state: dict[str, Any] = json.loads((Path(checkpoint) / STATE).read_text(encoding="utf-8"))
-        return state
+
+def _read_json(path: Path) -> dict[str, Any]:
+    given: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return given
+
+
+@contextmanager
+def _damage_explained(folder: Path) -> Iterator[None]:
+    """Turn the errors of missing, truncated and foreign files of a checkpoint into a ConfigError of one line."""
+    try:
+        yield
+    except (FileNotFoundError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ConfigError(
+            f"checkpoint {folder}: is damaged ({str(error).partition(chr(10))[0]}); start again with --overwrite"
+        ) from error

@@ -1,0 +1,113 @@
+"""Stages that are killed, started again or replace an earlier run, and damaged checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.errors import ConfigError
+from quartet.run_directory.run_files import RunFiles
+from tests.supervised.test_stages import Stages
+from tests.supervised.test_stages import stages as stages
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def unfinished(files: RunFiles) -> Path:
+    """Make a finished stage one that was killed after its last checkpoint. Return the checkpoint."""
+    files.outcome.unlink()
+    files.policy_record.unlink(missing_ok=True)
+    for folder in (files.policy, files.reward):
+        shutil.rmtree(folder, ignore_errors=True)
+    (checkpoint,) = files.stage.iterdir()
+    return checkpoint
+
+
+def truncated(name: str) -> Callable[[Path], None]:
+    def spoil(checkpoint: Path) -> None:
+        path = checkpoint / name
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    return spoil
+
+
+def missing(name: str) -> Callable[[Path], None]:
+    return lambda checkpoint: (checkpoint / name).unlink()
+
+
+def unpickle(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a pickle is read")
+
+
+def pickled(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+
+
+def with_pickle(checkpoint: Path) -> None:
+    (checkpoint / "optimizer.pt").write_bytes(b"\x80\x04N.")
+
+
+@pytest.mark.parametrize("every_steps", [2, 6])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(pickled, id="pickled-weights"),
+        pytest.param(with_pickle, id="pickle-beside"),
+        pytest.param(truncated("state.json"), id="truncated-state"),
+        pytest.param(truncated("trainer_state.json"), id="truncated-trainer-state"),
+        pytest.param(truncated("model.safetensors"), id="truncated-weights"),
+        pytest.param(missing("state.json"), id="no-state"),
+        pytest.param(missing("trainer_state.json"), id="no-trainer-state"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_with_a_remedy(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None], every_steps: int
+) -> None:
+    options: dict[str, Any] = {"checkpoint": {"every_steps": every_steps}}
+    checkpoint = cut_after(stages, monkeypatch, every_steps, **options)
+    spoil(checkpoint)
+    monkeypatch.setattr(torch, "load", unpickle)
+    with pytest.raises(ConfigError, match=r"^checkpoint .* is damaged \(.*\); start again with --overwrite$") as caught:
+        stages.run("sft", resume=True, **options)
+    assert "\n" not in str(caught.value)
+    stages.run("sft", overwrite=True, **options)
+
+
+@pytest.mark.parametrize("spoil", [truncated("state.safetensors"), missing("state.safetensors")])
+def test_a_damaged_optimizer_is_refused_with_a_remedy(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None]
+) -> None:
+    options: dict[str, Any] = {"checkpoint": {"every_steps": 2}}
+    spoil(cut_after(stages, monkeypatch, 2, **options))
+    with pytest.raises(ConfigError, match=r"is damaged \(.*\); start again with --overwrite$"):
+        stages.run("sft", resume=True, **options)
+
+
+def cut_after(stages: Stages, monkeypatch: pytest.MonkeyPatch, step: int, **options: Any) -> Path:
+    """Run a stage of 6 steps that is killed after ``step``, one with a checkpoint. Return the checkpoint."""
+    append = RunFiles.append_metrics
+
+    def killed(files: RunFiles, metrics: dict[str, float]) -> None:
+        append(files, metrics)
+        if metrics["step"] == step + 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFiles, "append_metrics", killed)
+        with pytest.raises(KeyboardInterrupt) if step < 6 else nullcontext():
+            stages.run("sft", **options)
+    files = RunFiles(stages.folder / "runs/sft")
+    return unfinished(files) if step == 6 else files.stage / f"step-{step:06d}"
