@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
+from quartet.run_directory.step_lines import read_step_lines
 from tests.supervised.test_stages import Stages
 from tests.supervised.test_stages import stages as stages
 
@@ -33,6 +35,30 @@ def unfinished(files: RunFiles) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
     (checkpoint,) = files.stage.iterdir()
     return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"), [("sft", None), ("sft", {"rank": 2}), ("reward-model", None), ("reward-model", {"rank": 2})]
+)
+def test_a_stage_killed_after_its_last_checkpoint_trains_no_further_step(
+    stages: Stages, capsys: pytest.CaptureFixture[str], name: str, lora: dict[str, Any] | None
+) -> None:
+    model = stages.folder / "model"
+    shutil.copytree(stages.toy / "base", model)
+    config = transformers.AutoConfig.from_pretrained(model)
+    config.bos_token_id = 5  # Another one than the tokenizer's, which training writes into the config.
+    config.save_pretrained(model)
+    options: dict[str, Any] = {"model": {"path": str(model), "lora": lora}, "run": {"steps": 2}}
+    files = stages.run(name, **options)
+    output = files.policy if name == "sft" else files.reward
+    whole, lines = contents(output), read_step_lines(files.metrics)
+    unfinished(files)
+    capsys.readouterr()
+    stages.run(name, resume=True, **options)
+    assert "step 3/2" not in capsys.readouterr().out
+    assert read_step_lines(files.metrics) == lines
+    assert contents(output) == whole
+    assert files.is_finished(2)
 
 
 def truncated(name: str) -> Callable[[Path], None]:

@@ -87,6 +87,14 @@ class CheckpointedTrainer:
         (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
         self.state.save_to_json(str(folder / TRAINER_STATE))
 
+    def load_trained(self, checkpoint: Path) -> None:
+        """Load the weights of a checkpoint after the last step. ``train`` would train another step."""
+        from transformers.trainer_utils import align_special_tokens
+
+        # As ``train`` does before its first step.
+        align_special_tokens(self.model, self.processing_class)  # type: ignore[no-untyped-call]
+        self._load_from_checkpoint(str(checkpoint))
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
         with _damage_explained(folder):

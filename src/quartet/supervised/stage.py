@@ -196,7 +196,10 @@ def _train(
         )
         if not done and rows.validation:
             trainer.evaluate()
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if checkpoint is not None and done >= steps:
+            trainer.load_trained(checkpoint)
+        else:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         log.flush()
         model = merged(trainer.model)
 
