@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import transformers
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
+from quartet.supervised import stage, trainers
 from tests.supervised.test_stages import Stages
 from tests.supervised.test_stages import stages as stages
 
@@ -137,3 +139,27 @@ def cut_after(stages: Stages, monkeypatch: pytest.MonkeyPatch, step: int, **opti
             stages.run("sft", **options)
     files = RunFiles(stages.folder / "runs/sft")
     return unfinished(files) if step == 6 else files.stage / f"step-{step:06d}"
+
+
+def test_a_reward_model_is_scored_on_the_device_of_its_trainer(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, reward, devices = trainers.build_trainer, stage.ModelReward, []
+
+    def on_a_gpu(*arguments: Any) -> Any:
+        trainer = build(*arguments)
+        train = trainer.train
+
+        def then_moved(**options: Any) -> None:
+            train(**options)
+            trainer.args = SimpleNamespace(device=torch.device("cuda:0"))
+
+        trainer.train = then_moved
+        return trainer
+
+    def on_the_cpu(config: Any, device: str) -> Any:
+        devices.append(device)
+        return reward(config, "cpu")
+
+    monkeypatch.setattr(trainers, "build_trainer", on_a_gpu)
+    monkeypatch.setattr(stage, "ModelReward", on_the_cpu)
+    stages.run("reward-model", run={"steps": 1})
+    assert devices == ["cuda:0"]

@@ -201,6 +201,7 @@ def _train(
         else:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         log.flush()
+        device = str(trainer.args.device)
         model = merged(trainer.model)
 
         def write(folder: Path) -> None:
@@ -210,7 +211,7 @@ def _train(
             else:
                 model.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
-                report(check_reward_model(folder, tokenizer, rows.validation or rows.training[:8]))
+                report(check_reward_model(folder, tokenizer, rows.validation or rows.training[:8], device))
 
         replace_directory(output, write)
     if isinstance(config, SftConfig):
@@ -218,9 +219,9 @@ def _train(
 
 
 @torch.no_grad()
-def check_reward_model(folder: Path, tokenizer: Any, rows: list[EncodedRow]) -> str:
+def check_reward_model(folder: Path, tokenizer: Any, rows: list[EncodedRow], device: str) -> str:
     """Score pairs with the checkpoint as the reward service does, and return their accuracy. Raises ModelError."""
-    with closing(ModelReward(RewardSourceConfig(source="model", model=str(folder)), "cpu")) as service:
+    with closing(ModelReward(RewardSourceConfig(source="model", model=str(folder)), device)) as service:
         if service.status().tokenizer_fingerprint != tokenizer_fingerprint(tokenizer):
             raise ModelError(f"{folder}: the saved tokenizer differs from that of the model; report this as a bug")
         chosen, rejected = (
