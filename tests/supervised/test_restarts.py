@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, ModelError
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
 from quartet.supervised import stage, trainers
@@ -61,6 +61,48 @@ def test_a_stage_killed_after_its_last_checkpoint_trains_no_further_step(
     assert read_step_lines(files.metrics) == lines
     assert contents(output) == whole
     assert files.is_finished(2)
+
+
+@pytest.mark.parametrize("error", [ModelError("model base: cannot be used"), KeyboardInterrupt()])
+def test_an_earlier_run_survives_a_replacement_that_completes_no_step(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    files = stages.run("sft", run={"steps": 1})
+    before = contents(files.root)
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainers, "load_model", fail)
+        with pytest.raises(type(error)):
+            stages.run("sft", overwrite=True, run={"steps": 2})
+    assert contents(files.root) == before
+
+
+def test_a_replacement_that_completes_a_step_deletes_the_earlier_run(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = stages.run("sft", run={"steps": 1})
+
+    def fail(*_: Any) -> Any:
+        raise ModelError("cannot be merged")
+
+    monkeypatch.setattr(trainers, "merged", fail)
+    with pytest.raises(ModelError, match="cannot be merged"):
+        stages.run("sft", overwrite=True, run={"steps": 2}, checkpoint={"every_steps": 0})
+    assert len(read_step_lines(files.metrics)) == 2
+    assert not files.policy.exists()
+    assert not files.earlier.exists()
+
+
+def test_the_earlier_run_is_deleted_at_the_first_checkpoint(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = stages.run("sft", run={"steps": 1})
+    kept: list[bool] = []
+    merged = trainers.merged
+    monkeypatch.setattr(trainers, "merged", lambda model: (kept.append(files.earlier.exists()), merged(model))[1])
+    stages.run("sft", overwrite=True, run={"steps": 2})
+    assert kept == [False]
 
 
 def truncated(name: str) -> Callable[[Path], None]:
@@ -141,6 +183,14 @@ def cut_after(stages: Stages, monkeypatch: pytest.MonkeyPatch, step: int, **opti
     return unfinished(files) if step == 6 else files.stage / f"step-{step:06d}"
 
 
+def test_a_stage_is_not_both_resumed_and_replaced(stages: Stages) -> None:
+    files = stages.run("sft", run={"steps": 1})
+    before = contents(files.root)
+    with pytest.raises(ConfigError, match=r"--overwrite and --resume: .*; give only one"):
+        stages.run("sft", resume=True, overwrite=True, run={"steps": 1})
+    assert contents(files.root) == before
+
+
 def test_a_reward_model_is_scored_on_the_device_of_its_trainer(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
     build, reward, devices = trainers.build_trainer, stage.ModelReward, []
 
@@ -163,3 +213,34 @@ def test_a_reward_model_is_scored_on_the_device_of_its_trainer(stages: Stages, m
     monkeypatch.setattr(stage, "ModelReward", on_the_cpu)
     stages.run("reward-model", run={"steps": 1})
     assert devices == ["cuda:0"]
+
+
+def test_a_run_that_appears_before_the_lock_is_not_continued(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"run": {"steps": 2}}
+    check = stage.check_stage
+
+    def other_run_first(config: Any, report: Any) -> Any:
+        monkeypatch.setattr(stage, "check_stage", check)
+        stages.run("sft", **options)
+        before.update(contents(RunFiles(config.run_directory).root))
+        return check(config, report)
+
+    before: dict[str, bytes] = {}
+    monkeypatch.setattr(stage, "check_stage", other_run_first)
+    with pytest.raises(ConfigError, match="holds an earlier run; use --resume to continue it"):
+        stages.run("sft", **options)
+    assert before
+    assert contents(stages.folder / "runs/sft") == before
+
+
+def test_a_new_start_takes_up_no_checkpoint(stages: Stages) -> None:
+    options: dict[str, Any] = {"run": {"steps": 2}}
+    files = stages.run("sft", **options)
+    weights = contents(files.policy)
+    stale = unfinished(files).rename(files.stage / "step-000001")
+    for path in (files.metrics, files.identity):
+        path.unlink()
+    stages.run("sft", **options)
+    assert [line["step"] for line in read_step_lines(files.metrics)] == [1, 2]
+    assert not stale.exists()
+    assert contents(files.policy) == weights

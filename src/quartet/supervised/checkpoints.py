@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from quartet.errors import ConfigError
+from quartet.run_directory.locking_and_removal import delete_earlier_run
 from quartet.run_directory.run_files import RunFiles
 from quartet.system.durable_files import fsync_path, replace_directory, storage_errors
 
@@ -33,8 +34,17 @@ _FOLDER = re.compile(r"step-\d{6,}", re.ASCII)
 
 def newest_checkpoint(files: RunFiles) -> Path | None:
     """Return the folder of the newest checkpoint, or None."""
-    folders = [path for path in files.stage.glob("step-*") if _FOLDER.fullmatch(path.name)]
-    return max(folders, key=checkpoint_step, default=None)
+    return max(_checkpoints(files), key=checkpoint_step, default=None)
+
+
+def remove_checkpoints(files: RunFiles) -> None:
+    """Remove every checkpoint, before a stage starts from its first step."""
+    for folder in _checkpoints(files):
+        shutil.rmtree(folder)
+
+
+def _checkpoints(files: RunFiles) -> list[Path]:
+    return [path for path in files.stage.glob("step-*") if _FOLDER.fullmatch(path.name)]
 
 
 def checkpoint_step(folder: Path) -> int:
@@ -56,6 +66,7 @@ class CheckpointedTrainer:
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.before_checkpoint()
+        delete_earlier_run(self.run_files)
         target = self.run_files.stage / f"step-{self.state.global_step:06d}"
         with storage_errors(target):
             self.run_files.stage.mkdir(exist_ok=True)

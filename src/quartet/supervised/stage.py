@@ -32,11 +32,12 @@ from quartet.run_directory.locking_and_removal import (
     is_used,
     lock_run_directory,
     move_earlier_run_aside,
+    restore_earlier_run,
 )
 from quartet.run_directory.model_digests import model_digests
 from quartet.run_directory.run_files import RunFiles, RunOutcome
 from quartet.run_directory.step_lines import truncate_step_lines
-from quartet.supervised.checkpoints import checkpoint_step, newest_checkpoint
+from quartet.supervised.checkpoints import checkpoint_step, newest_checkpoint, remove_checkpoints
 from quartet.supervised.device import device_of
 from quartet.supervised.rows import EncodedRow, StageRows, read_rows
 from quartet.system.durable_files import replace_directory, sha256, storage_errors, write_durably
@@ -49,7 +50,12 @@ _CHANGEABLE = ("telemetry.", "checkpoint.", "run.directory")
 
 
 def run_stage(config: StageConfig, overwrite: bool, resume: bool, report: Report) -> Path:
-    """Train a stage, and return the folder of its model. Raises ConfigError for input that the user can correct."""
+    """Train a stage, and return the folder of its model. Raises ConfigError for input that the user can correct.
+
+    An earlier run that it replaces is restored unless this one completes a step.
+    """
+    if overwrite and resume:
+        raise ConfigError("--overwrite and --resume: one replaces the earlier run, the other resumes it; give only one")
     files = RunFiles(config.run_directory)
     output = files.policy if isinstance(config, SftConfig) else files.reward
     if resume and not is_used(files):
@@ -71,13 +77,29 @@ def run_stage(config: StageConfig, overwrite: bool, resume: bool, report: Report
                 return output
         elif overwrite:
             move_earlier_run_aside(files)
-        files.write_config(config.to_yaml())
-        delete_earlier_run(files)
-        with storage_errors(files.identity):
-            write_durably(files.identity, json.dumps(identity, indent=1) + "\n")
-        with _outcome(files, steps):
-            _train(config, files, identity["id"], tokenizer, rows, output, report)
+        else:
+            check_unused(files)  # Again: another run may have used the directory before it was locked.
+        with _earlier_run_kept(files):
+            if not resume:
+                remove_checkpoints(files)
+            files.write_config(config.to_yaml())
+            with storage_errors(files.identity):
+                write_durably(files.identity, json.dumps(identity, indent=1) + "\n")
+            with _outcome(files, steps):
+                _train(config, files, identity["id"], tokenizer, rows, output, report)
     return output
+
+
+@contextmanager
+def _earlier_run_kept(files: RunFiles) -> Iterator[None]:
+    """Restore the run that this one replaces at the end, or delete it if this one has completed a step."""
+    try:
+        yield
+    finally:
+        if files.metrics.exists() and files.metrics.stat().st_size:
+            delete_earlier_run(files)
+        else:
+            restore_earlier_run(files)
 
 
 def check_stage(config: StageConfig, report: Report) -> tuple[Any, StageRows]:
