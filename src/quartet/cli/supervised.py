@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 
 from quartet.cli.console import make_console
-from quartet.config.supervised import load_stage
+from quartet.config.root import Config
+from quartet.config.supervised import RewardModelConfig, SftConfig, StageConfig, load_any_config, load_stage
+from quartet.errors import ConfigError
 from quartet.system.machine import available_cores
 
 console = make_console()
@@ -22,4 +25,22 @@ def train_stage(stage: str, path: Path, overrides: list[str], overwrite: bool, r
 
     set_up_torch(min(available_cores(), torch.get_num_threads()))
     output = run_stage(config, overwrite, resume, lambda line: console.print(line, soft_wrap=True))
-    console.print(next_command(config, output), soft_wrap=True)
+    text = next_command(config, output)
+    if following := _following_config(config, path, output):
+        command = "reward-model" if isinstance(config, SftConfig) else "train"
+        text = f"{text.partition('next: ')[0]}next: quartet {command} {quote(str(following))}"
+    console.print(text, soft_wrap=True)
+
+
+def _following_config(config: StageConfig, path: Path, output: Path) -> Path | None:
+    """Return the config beside ``path`` that takes the model in ``output``, as `quartet init` writes it; None without one."""
+    found = path.with_name("reward-model.yaml" if isinstance(config, SftConfig) else "train.yaml")
+    try:
+        following = load_any_config(found)
+    except ConfigError:
+        return None
+    if isinstance(config, SftConfig):
+        model = following.model.path if isinstance(following, RewardModelConfig) else None
+    else:
+        model = following.reward.model if isinstance(following, Config) else None
+    return found if model is not None and Path(model) == output else None
