@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 
-from quartet.errors import ConfigError, ModelError
+from quartet.errors import ConfigError, ModelError, StorageFailed
 from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
-from quartet.supervised import stage, trainers
+from quartet.supervised import checkpoints, stage, trainers
 from tests.supervised.test_stages import Stages
 from tests.supervised.test_stages import stages as stages
 
@@ -181,6 +182,19 @@ def cut_after(stages: Stages, monkeypatch: pytest.MonkeyPatch, step: int, **opti
             stages.run("sft", **options)
     files = RunFiles(stages.folder / "runs/sft")
     return unfinished(files) if step == 6 else files.stage / f"step-{step:06d}"
+
+
+def test_a_full_disk_ends_a_stage_with_the_folder_and_a_remedy(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "save_file", full)
+        message = r"stage.step-000002: cannot be written \(I/O error: No space left.*\); fix that, then continue with --resume"
+        with pytest.raises(StorageFailed, match=message):
+            stages.run("sft", run={"steps": 2})
+    files = stages.run("sft", overwrite=True, run={"steps": 2})
+    assert files.policy.is_dir()
 
 
 def test_a_stage_is_not_both_resumed_and_replaced(stages: Stages) -> None:

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, StorageFailed
 from quartet.run_directory.locking_and_removal import delete_earlier_run
 from quartet.run_directory.run_files import RunFiles
 from quartet.system.durable_files import fsync_path, replace_directory, storage_errors
@@ -52,6 +52,18 @@ def checkpoint_step(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
+@contextmanager
+def save_errors(folder: Path) -> Iterator[None]:
+    """Translate the errors of safetensors and of the system, such as a full disk, to StorageFailed."""
+    with storage_errors(folder):
+        try:
+            yield
+        except SafetensorError as error:
+            raise StorageFailed(
+                f"{folder}: cannot be written ({error}); fix that, then continue with --resume"
+            ) from None
+
+
 class CheckpointedTrainer:
     """Mixin before a trainer of transformers: its checkpoints are files that run no code, below ``run_files.stage``."""
 
@@ -68,7 +80,7 @@ class CheckpointedTrainer:
         self.before_checkpoint()
         delete_earlier_run(self.run_files)
         target = self.run_files.stage / f"step-{self.state.global_step:06d}"
-        with storage_errors(target):
+        with save_errors(target):
             self.run_files.stage.mkdir(exist_ok=True)
             replace_directory(target, self._write)
         for path in self.run_files.stage.iterdir():

@@ -37,7 +37,7 @@ from quartet.run_directory.locking_and_removal import (
 from quartet.run_directory.model_digests import model_digests
 from quartet.run_directory.run_files import RunFiles, RunOutcome
 from quartet.run_directory.step_lines import truncate_step_lines
-from quartet.supervised.checkpoints import checkpoint_step, newest_checkpoint, remove_checkpoints
+from quartet.supervised.checkpoints import checkpoint_step, newest_checkpoint, remove_checkpoints, save_errors
 from quartet.supervised.device import device_of
 from quartet.supervised.rows import EncodedRow, StageRows, read_rows
 from quartet.system.durable_files import replace_directory, sha256, storage_errors, write_durably
@@ -235,7 +235,8 @@ def _train(
                 tokenizer.save_pretrained(folder)
                 report(check_reward_model(folder, tokenizer, rows.validation or rows.training[:8], device))
 
-        replace_directory(output, write)
+        with save_errors(output):
+            replace_directory(output, write)
     if isinstance(config, SftConfig):
         files.write_policy_step(steps)
 
