@@ -179,8 +179,8 @@ def test_three_configs_are_written_from_pairs(toy: Path, call: Call, tmp_path: P
 def test_configs_from_pairs_are_not_written_to_a_folder_with_the_name_of_a_config(
     toy: Path, call: Call, tmp_path: Path
 ) -> None:
-    result = call("init", "mine.yaml", "--from-pairs", toy / "data/pairs.jsonl", "--policy", toy / "base")
-    message = "error: init --from-pairs mine.yaml: writes several files; give a folder, such as mine\n"
+    result = call("init", "my.yaml", "--from-pairs", toy / "data/pairs.jsonl", "--policy", toy / "base")
+    message = "error: init --from-pairs my.yaml: writes several files; give a folder, such as my\n"
     assert (result.code, result.err) == (2, message)
     assert list(tmp_path.iterdir()) == []
 

@@ -69,8 +69,9 @@ def quartet(
 @app.command("init")
 def init_config(
     path: Annotated[
-        Path, typer.Argument(metavar="[FILE|DIR]", help="Config file to write, or the folder for it.")
-    ] = Path("my.yaml"),
+        Path | None,
+        typer.Argument(metavar="[FILE|DIR]", help="Config file to write, or the folder for it. Default: my.yaml."),
+    ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -112,11 +113,11 @@ def init_config(
 
     answers = Answers(policy, prompts, reward, reward_function, estimator, steps)
     if from_pairs is None:
-        init(path, answers, overwrite, yes)
+        init(path or Path("my.yaml"), answers, overwrite, yes)
         return
     from quartet.cli.init_from_pairs import init_from_pairs
 
-    init_from_pairs(Path() if path == Path("my.yaml") else path, from_pairs, answers, overwrite)
+    init_from_pairs(path or Path(), from_pairs, answers, overwrite)
 
 
 @app.command()
