@@ -22,6 +22,7 @@ from quartet.services.environment.agents.servicer import AgentServicer
 from quartet.services.environment.servicer import EnvironmentServicer
 from quartet.services.generator.factory import build_generator
 from quartet.services.orchestrator.servicer import OrchestratorServicer
+from quartet.services.profile.servicer import ProfileServicer
 from quartet.services.roles import build_model_role
 from tests.fuzz.environment import (
     LIVE,
@@ -37,9 +38,10 @@ from tests.fuzz.environment import (
 from tests.training.runs import fleet, orchestrator
 
 
-def serve(stack: ExitStack, role: HostedRole) -> str:
-    """Serve a role until the stack ends. Return the address."""
-    server = Server([role], "127.0.0.1:0")
+def serve(stack: ExitStack, role: HostedRole, compute: ComputeThread | None = None) -> str:
+    """Serve a role until the stack ends, with profiles of ``compute`` if it is given. Return the address."""
+    profiles = {} if compute is None else {"register": ProfileServicer(compute).register}
+    server = Server([role], "127.0.0.1:0", **profiles)
     stack.callback(server.stop, 5.0)
     return server.address
 
@@ -52,10 +54,10 @@ def environment(tmp_path: Path, redis_url: str) -> Iterator[FuzzEnvironment]:
         for role in MODEL_ROLES:
             config = config_tree(tmp_path, redis_url)
             config["run"]["directory"] = str(tmp_path / f"runs-{role}")
-            built = build_model_role(
-                role, parse_config(with_combined_reward(config), "test"), ComputeThread(), threads=1
-            )
-            result.targets.append(Target(role, serve(stack, built), create_run_directory(config, tmp_path)))
+            compute = ComputeThread()
+            built = build_model_role(role, parse_config(with_combined_reward(config), "test"), compute, threads=1)
+            trained = compute if role in (Role.ACTOR, Role.CRITIC) else None
+            result.targets.append(Target(role, serve(stack, built, trained), create_run_directory(config, tmp_path)))
         policies = stack.enter_context(published_policies(tmp_path))
         generator = build_generator(
             parse_config(generator_config_tree(tmp_path, redis_url), "test"), ComputeThread(), 1, LOCAL

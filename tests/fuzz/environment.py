@@ -62,7 +62,9 @@ class Target:
     def services(self) -> tuple[str, ...]:
         if self.role is Role.GENERATOR:
             return (GENERATION, WEIGHTS, STATUS, HEALTH)
-        others = (GENERATION,) if self.role is Role.ACTOR else ()
+        others: tuple[str, ...] = (GENERATION,) if self.role is Role.ACTOR else ()
+        if self.role in (Role.ACTOR, Role.CRITIC):
+            others += ("quartet.v1.ProfileService",)
         return (f"quartet.v1.{self.role.capitalize()}Service", *others, STATUS, HEALTH)
 
 

@@ -18,6 +18,7 @@ from quartet.v1 import (
     environment_pb2,
     generation_pb2,
     orchestrator_pb2,
+    profile_pb2,
     reference_pb2,
     reward_pb2,
     status_pb2,
@@ -285,8 +286,13 @@ SEEDS: dict[str, Callable[[Random, ServiceState], Message]] = {
     "/quartet.v1.OrchestratorService/Resume": _constant(orchestrator_pb2.ResumeRequest()),
     "/quartet.v1.OrchestratorService/Checkpoint": _constant(orchestrator_pb2.CheckpointRequest()),
     "/quartet.v1.OrchestratorService/RollBack": _roll_back,
+    "/quartet.v1.OrchestratorService/Profile": lambda random, state: orchestrator_pb2.ProfileRequest(
+        steps=random.randint(1, 10)
+    ),
     "/quartet.v1.OrchestratorService/GetSettings": _constant(orchestrator_pb2.GetSettingsRequest()),
     "/quartet.v1.OrchestratorService/ChangeSettings": _change_settings,
+    "/quartet.v1.ProfileService/StartProfile": _constant(profile_pb2.StartProfileRequest(profile="fuzz")),
+    "/quartet.v1.ProfileService/TakeProfile": _constant(profile_pb2.TakeProfileRequest(profile="fuzz")),
     "/quartet.v1.WeightService/GetWeights": _weights,
     "/quartet.v1.StatusService/GetStatus": _constant(status_pb2.GetStatusRequest()),
     "/grpc.health.v1.Health/Check": _health,

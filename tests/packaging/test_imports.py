@@ -25,6 +25,7 @@ TORCH_MODULES = {
     "quartet.planner.meta_model",
     # Train, after rows were checked.
     "quartet.supervised.checkpoints",
+    "quartet.supervised.device",
     "quartet.supervised.stage",
     "quartet.supervised.trainers",
     # Only vLLM imports them.

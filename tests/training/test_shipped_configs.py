@@ -32,6 +32,8 @@ def test_every_shipped_config_is_valid_and_each_of_its_settings_takes_two_steps(
     trees: list[dict[str, Any]] = []
     for path in SHIPPED:
         shipped = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if "stage" in shipped:  # tests/dialogue runs those of the stages before RLHF.
+            continue
         # They are those of a function or class that the toy task does not use.
         for section in ("reward", "environment"):
             shipped.get(section, {}).pop("arguments", None)

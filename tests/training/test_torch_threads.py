@@ -32,7 +32,7 @@ class NoBuffer:
     def experience(self) -> NoBuffer:
         return self
 
-    def load(self, step: int) -> None:
+    def load(self, step: int, for_policy: bool = False) -> None:
         return None
 
 

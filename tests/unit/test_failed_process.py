@@ -15,8 +15,11 @@ FAILING = """
 import subprocess, sys, threading
 from quartet.services import __main__ as services
 from quartet.contract.status import Role, ServiceStatus
+from quartet.rpc.compute_thread import ComputeThread
 
 class Dead:
+    compute = ComputeThread()
+
     def __init__(self, role, close):
         self.role, self.close = role, close
 

@@ -70,7 +70,9 @@ def is_locked(files: RunFiles) -> bool:
 
 def is_used(files: RunFiles) -> bool:
     """Return whether a run has left its files here."""
-    return files.metrics.exists() or files.policy.exists() or files.identity.exists()
+    # A run without a step may be replaced. A stage begins with its identity, and its steps follow later.
+    has_stage = files.identity.exists() and files.stage_name() is not None
+    return files.metrics.exists() or files.policy.exists() or has_stage
 
 
 def check_unused(files: RunFiles) -> None:
