@@ -1,4 +1,4 @@
-"""Cost of an evaluation after every step: beside training on a generator of its own, and with training stopped.
+"""Cost of an evaluation after every step: on a reserved generator during training, and with training stopped.
 
 Three runs with simulated services (`benchmarks/simulated.py`) take the same steps with the same responses: one without
 evaluations, one that stops training for each evaluation, and one with `evaluation.generators: 1`. The services sleep for a
