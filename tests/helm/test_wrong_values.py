@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import helm_python
 import pytest
+import yaml
 
 from tests.every_case import every_case
-from tests.helm.rendering import NAMESPACE, Values, changed, chart, checks_for, manifests, objects, of_kind, refusal
+from tests.helm.rendering import (
+    CHART,
+    NAMESPACE,
+    Values,
+    changed,
+    chart,
+    checks_for,
+    manifests,
+    objects,
+    of_kind,
+    refusal,
+)
 
 DIGEST = f"sha256:{'0' * 64}"
 
@@ -127,7 +140,7 @@ WRONG: dict[str, tuple[str, Values, str, str]] = {
     "an address with a leading zero": (
         "cpu-kind",
         {"components__reward__extraEgress": [{"to": [{"ipBlock": {"cidr": "10.01.0.0/16"}}]}]},
-        "components.reward.extraEgress.to.ipBlock: ",
+        "components.reward.extraEgress.to.ipBlock.cidr: ",
         "expected an address",
     ),
     "a toleration of any value": (
@@ -364,3 +377,22 @@ def test_a_long_name_of_a_leader_worker_set_is_refused() -> None:
 )
 def test_values_at_the_limit_are_accepted(values: dict[str, Any]) -> None:
     assert manifests(changed("cpu-kind", **values))
+
+
+def test_keys_of_the_texts_are_in_the_schema_and_every_kind_is_used() -> None:
+    texts = yaml.safe_load((CHART / "files/texts.yaml").read_text(encoding="utf-8"))
+    keys, kinds = set(), set()
+
+    def walk(expected: Any) -> None:
+        if isinstance(expected, str):
+            kinds.add(expected)
+        else:
+            keys.update(expected)
+            for below in expected.values():
+                walk(below)
+
+    walk(texts["texts"])
+    known = set(re.findall(r'"(\w+)": ?\{', (CHART / "values.schema.json").read_text(encoding="utf-8")))
+    fields_of_kubernetes = {"ipBlock", "cidr", "except"}
+    assert keys - known - fields_of_kubernetes == {"*", "{key}"}
+    assert kinds == texts["kinds"].keys()

@@ -1,94 +1,13 @@
-{{/*
-Checks of texts in the values. The schema checks keys and types; its message for a text would be a regular expression.
-*/}}
+{{/* Checks of the values: each text, and values that contradict each other or have no effect. */}}
 {{- define "quartet.checkValues" -}}
-{{- $quantity := dict "pattern" `^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$` "expected" "a number with a unit of Kubernetes, such as 500m, 2Gi or 1.5Ti" -}}
-{{- $name := dict "pattern" `^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$` "expected" "at most 63 lower case letters, digits and -, with a letter first, such as my-run" -}}
-{{- $size := dict "pattern" `^([0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]+\.[0-9]*[1-9][0-9]*)(k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$` "expected" "a positive number with a unit of Kubernetes, such as 2Gi or 1.5Ti" -}}
-{{- $requiredSize := merge (dict "required" true) $size -}}
-{{- $object := dict "pattern" `^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$` "expected" "the name of an object of Kubernetes, of lower case letters, digits, - and ., such as training" -}}
-{{- $label := dict "pattern" `^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$` "expected" "at most 63 lower case letters, digits, - and ., such as training" -}}
-{{- $class := dict "pattern" `^(-|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)$` "expected" "the name of a StorageClass (kubectl get storageclass), or - for a volume without a class" -}}
-{{- $path := dict "pattern" `^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$` "expected" "a folder in the volume, such as team/models, of letters, digits, ., - and _, without .. and without / at its ends" -}}
-{{- $registry := dict "pattern" `^[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[0-9]+)?(/[a-z0-9._-]+)*/?$` "expected" "a host without a scheme, such as registry.example.com or registry.example.com:5000/mirror" -}}
-{{- $repository := dict "required" true "pattern" `^[a-z0-9]+([._-]+[a-z0-9]+)*(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*$` "expected" "lower case names with / between them, such as ml/quartet" -}}
-{{- $tag := dict "pattern" `^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$` "expected" "letters, digits, ., - and _, such as 0.1.0" -}}
-{{- $device := dict "pattern" `^[a-z0-9.-]+/[A-Za-z0-9._-]+$` "expected" "a name with a domain, such as nvidia.com/gpu (kubectl describe node)" -}}
-{{- $digest := dict "pattern" `^sha256:[0-9a-f]{64}$` "expected" "sha256: and 64 hexadecimal digits, as in docker images --digests" -}}
-{{- $duration := dict "pattern" `^([0-9]+(h|m|s))+$` "expected" "hours, minutes and seconds, such as 720h or 1h30m" -}}
-{{- $cidr := dict "pattern" `^((25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])(\.(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])){3}/(3[0-2]|[12]?[0-9])|(([0-9a-fA-F]{1,4}(:[0-9a-fA-F]{1,4})*)?::([0-9a-fA-F]{1,4}(:[0-9a-fA-F]{1,4})*)?|([0-9a-fA-F]{1,4}:){7}[0-9a-fA-F]{1,4})/(12[0-8]|1[01][0-9]|[1-9]?[0-9]))$` "expected" "an address and the length of its prefix, such as 10.20.0.0/24, or 10.20.0.5/32 for one address" -}}
-{{- $secretKey := dict "required" true "pattern" `^[A-Za-z0-9._-]{1,253}$` "expected" "a key of a Secret, of letters, digits, ., - and _, such as password" -}}
-{{- $labelKey := dict "required" true "pattern" `^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$` "expected" "the key of a label of Kubernetes, such as team or example.com/team" -}}
-{{- $labelValue := dict "pattern" `^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$` "expected" "at most 63 letters, digits, ., - and _, such as team-a" -}}
-{{- $volume := dict "required" true "pattern" `^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$` "expected" "at most 63 lower case letters, digits and -, such as shared-data" -}}
-{{- $resource := dict "pattern" `^(cpu|memory|ephemeral-storage|hugepages-[0-9A-Za-z]+|[a-z0-9.-]+/.+)$` "expected" "cpu, memory, ephemeral-storage, hugepages-SIZE, or a name with a domain, such as rdma/hca; for GPUs, set gpus of the component" -}}
-{{- $host := dict "pattern" `^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*$` "expected" "a host name in lower case without scheme, port and wildcard, such as quartet.example.com" -}}
+{{- $texts := .Files.Get "files/texts.yaml" | fromYaml -}}
+{{- include "quartet.checkTexts" (dict "path" "" "value" .Values "expected" $texts.texts "kinds" $texts.kinds) -}}
 {{- $values := .Values -}}
-{{- $texts := list
-  (list "config.run.name" (default dict $values.config.run).name (dict "pattern" `^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$` "expected" "at most 64 letters, digits, ., _ and -, with a letter or digit first, such as my-run-1"))
-  (list "nameOverride" $values.nameOverride $name)
-  (list "fullnameOverride" $values.fullnameOverride $name)
-  (list "redis.maxmemory" $values.redis.maxmemory (dict "required" true "pattern" `^[0-9]*[1-9][0-9]*(b|kb?|mb?|gb?)?$` "expected" "a positive number with a unit of Redis, such as 512mb or 6gb"))
-  (list "redis.persistence.size" $values.redis.persistence.size $requiredSize)
-  (list "redis.persistence.storageClassName" $values.redis.persistence.storageClassName $class)
-  (list "redis.priorityClassName" $values.redis.priorityClassName $object)
-  (list "scheduling.gang.queue" $values.scheduling.gang.queue $label)
-  (list "scheduling.schedulerName" $values.scheduling.schedulerName $object)
-  (list "serviceAccount.name" $values.serviceAccount.name $object)
-  (list "gateway.tokens.existingSecret" $values.gateway.tokens.existingSecret $object)
-  (list "traffic.keys.existingSecret" $values.traffic.keys.existingSecret $object)
-  (list "security.rpcToken.existingSecret" $values.security.rpcToken.existingSecret $object)
-  (list "redis.password.existingSecret" $values.redis.password.existingSecret $object)
-  (list "redis.external.existingSecret" $values.redis.external.existingSecret $object)
-  (list "downloads.existingSecret" $values.downloads.existingSecret $object)
-  (list "gateway.tokens.operatorKey" $values.gateway.tokens.operatorKey $secretKey)
-  (list "gateway.tokens.viewerKey" $values.gateway.tokens.viewerKey $secretKey)
-  (list "traffic.keys.operatorKey" $values.traffic.keys.operatorKey $secretKey)
-  (list "traffic.keys.viewerKey" $values.traffic.keys.viewerKey $secretKey)
-  (list "security.rpcToken.key" $values.security.rpcToken.key $secretKey)
-  (list "redis.password.key" $values.redis.password.key $secretKey)
-  (list "redis.external.key" $values.redis.external.key $secretKey)
-  (list "scheduling.colocation.topologyKey" $values.scheduling.colocation.topologyKey $labelKey)
-  (list "imageRegistry" $values.imageRegistry $registry)
-  (list "workerGroups.sharedMemory" $values.workerGroups.sharedMemory $size)
-  (list "security.tls.certManager.duration" $values.security.tls.certManager.duration $duration)
-  (list "security.tls.certManager.renewBefore" $values.security.tls.certManager.renewBefore $duration)
-  (list "monitoring.serviceMonitor.interval" $values.monitoring.serviceMonitor.interval (dict "pattern" `^[0-9]+(ms|s|m|h)$` "expected" "a number with a unit, such as 10s"))
-  (list "ingress.host" $values.ingress.host $host) -}}
-{{- if regexMatch `(^|\.)[0-9]+$|^.{254}` (default "" $values.ingress.host) -}}
-{{- fail (printf "ingress.host: %q; expected %s; correct it" $values.ingress.host $host.expected) -}}
-{{- end -}}
-{{- range $folder, $claim := $values.storage -}}
-{{- $claim = default dict $claim -}}
-{{- $where := printf "storage.%s" $folder -}}
-{{- $texts = append $texts (list (printf "%s.size" $where) $claim.size (eq $folder "claim" | ternary $requiredSize $size)) -}}
-{{- $texts = append $texts (list (printf "%s.storageClassName" $where) $claim.storageClassName $class) -}}
-{{- $texts = append $texts (list (printf "%s.subPath" $where) $claim.subPath $path) -}}
-{{- range $key := list "existingClaim" "volumeName" }}{{ $texts = append $texts (list (printf "%s.%s" $where $key) (get $claim $key) $object) }}{{ end -}}
-{{- end -}}
-{{- range default list $values.redis.external.cidrs }}{{ $texts = append $texts (list "redis.external.cidrs" . $cidr) }}{{ end -}}
-{{- range default list $values.networkPolicy.dns.cidrs }}{{ $texts = append $texts (list "networkPolicy.dns.cidrs" . $cidr) }}{{ end -}}
 {{- $images := dict "image" $values.image "redis.image" $values.redis.image "downloads.s3Image" $values.downloads.s3Image "downloads.image" $values.downloads.image -}}
 {{- $components := dict "defaults" $values.defaults -}}
 {{- range $name, $own := $values.components }}{{ $_ := set $components (printf "components.%s" $name) (default dict $own) }}{{ end -}}
-{{- $resources := dict "defaults" $values.defaults.resources "redis" $values.redis.resources "tests" $values.tests.resources -}}
-{{- $_ := set $resources "downloads" $values.downloads.resources -}}
-{{- $_ := set $resources "loader" $values.loader.resources -}}
 {{- range $path, $own := $components -}}
-{{- $_ := set $resources $path $own.resources -}}
 {{- $_ := set $images (printf "%s.image" $path) $own.image -}}
-{{- $texts = append $texts (list (printf "%s.gpuResource" $path) $own.gpuResource $device) -}}
-{{- range $key := list "priorityClassName" "runtimeClassName" }}{{ $texts = append $texts (list (printf "%s.%s" $path $key) (get $own $key) $object) }}{{ end -}}
-{{- $texts = append $texts (list (printf "%s.sharedMemory" $path) $own.sharedMemory $size) -}}
-{{- $texts = append $texts (list (printf "%s.temporarySpace" $path) $own.temporarySpace (hasKey $own "temporarySpace" | ternary $requiredSize $size)) -}}
-{{- range $field := list "labels" "nodeSelector" "annotations" "serviceAnnotations" -}}
-{{- range $key, $text := default dict (get $own $field) -}}
-{{- $texts = append $texts (list (printf "%s.%s" $path $field) $key $labelKey) -}}
-{{- if has $field (list "labels" "nodeSelector") }}{{ $texts = append $texts (list (printf "%s.%s.%s" $path $field $key) $text $labelValue) }}{{ end -}}
-{{- end -}}
-{{- end -}}
-{{- range default list $own.topologySpreadConstraints }}{{ $texts = append $texts (list (printf "%s.topologySpreadConstraints.topologyKey" $path) .topologyKey $labelKey) }}{{ end -}}
-{{- range default list $own.extraVolumes }}{{ $texts = append $texts (list (printf "%s.extraVolumes.name" $path) .name $volume) }}{{ end -}}
 {{- range default list $own.tolerations -}}
 {{- if and (eq (default "Equal" .operator) "Exists") .value -}}
 {{- fail (printf "%s.tolerations: operator Exists, and value %q, which it does not compare; expected one of them; remove value, or set operator Equal" $path .value) -}}
@@ -97,52 +16,17 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- fail (printf "%s.tolerations: no key; expected the key of a taint, or operator Exists for all taints; add one of them" $path) -}}
 {{- end -}}
 {{- end -}}
-{{- range default list $own.extraEgress -}}
-{{- range default list .to -}}
-{{- $block := default dict .ipBlock -}}
-{{- range concat (list (default "0.0.0.0/0" $block.cidr)) (default list $block.except) }}{{ $texts = append $texts (list (printf "%s.extraEgress.to.ipBlock" $path) . $cidr) }}{{ end -}}
-{{- end -}}
-{{- end -}}
-{{- if hasKey (default dict $own.autoscaling) "hpa" }}{{ $texts = append $texts (list (printf "%s.autoscaling.hpa.target" $path) $own.autoscaling.hpa.target $size) }}{{ end -}}
-{{- $threshold := dict "pattern" `^([0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]+\.[0-9]*[1-9][0-9]*)$` "expected" "a positive number, such as \"32\"" -}}
-{{- $texts = append $texts (list (printf "%s.autoscaling.keda.threshold" $path) (default dict (default dict $own.autoscaling).keda).threshold $threshold) -}}
-{{- end -}}
-{{- $maps := dict "redis.annotations" $values.redis.annotations "ingress.annotations" $values.ingress.annotations "serviceAccount.annotations" $values.serviceAccount.annotations -}}
-{{- range $path, $own := $maps -}}
-{{- range $key, $_ := default dict $own }}{{ $texts = append $texts (list $path $key $labelKey) }}{{ end -}}
 {{- end -}}
 {{- range $path, $own := $images -}}
 {{- $own = default dict $own -}}
-{{- $texts = append $texts (list (printf "%s.registry" $path) $own.registry $registry) -}}
-{{- $texts = append $texts (list (printf "%s.tag" $path) $own.tag $tag) -}}
-{{- $texts = append $texts (list (printf "%s.digest" $path) $own.digest $digest) -}}
-{{- if hasKey $own "repository" -}}
-{{- $texts = append $texts (list (printf "%s.repository" $path) $own.repository $repository) -}}
 {{- $common := has $path (list "redis.image" "downloads.s3Image") | ternary "" $values.image.registry -}}
 {{- $before := coalesce $values.imageRegistry $own.registry $common -}}
 {{- if and $before (regexMatch `^[^/]*[.:][^/]*/` (default "" $own.repository)) -}}
 {{- fail (printf "%s.repository: %q, and the registry %s, which would come before it; expected a repository without a host; set %s.registry to the host, and repository to the rest" $path $own.repository $before $path) -}}
 {{- end -}}
 {{- end -}}
-{{- end -}}
-{{- range $path, $own := $resources -}}
-{{- range $kind := list "requests" "limits" -}}
-{{- range $key, $value := default dict (get (default dict $own) $kind) -}}
-{{- $texts = append $texts (list (printf "%s.resources.%s" $path $kind) $key $resource) -}}
-{{- $texts = append $texts (list (printf "%s.resources.%s.%s" $path $kind $key) $value $quantity) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- range $texts -}}
-{{- $text := index . 1 | default "" | toString -}}
-{{- /* A number such as 0.5, or a large one without an exponent. */ -}}
-{{- if kindIs "float64" (index . 1) }}{{ $text = printf "%.3f" (index . 1) | trimSuffix ".000" }}{{ end -}}
-{{- if and (or $text (index . 2).required) (not (regexMatch (index . 2).pattern $text)) -}}
-{{- fail (printf "%s: %q; expected %s; correct it" (index . 0) $text (index . 2).expected) -}}
-{{- end -}}
-{{- end -}}
-{{- if not (regexMatch $name.pattern (include "quartet.fullname" .)) -}}
-{{- fail (printf "release name %q: Services have it in their names; expected %s; install under another name, or set fullnameOverride" .Release.Name $name.expected) -}}
+{{- if not (regexMatch $texts.kinds.name.pattern (include "quartet.fullname" .)) -}}
+{{- fail (printf "release name %q: Services have it in their names; expected %s; install under another name, or set fullnameOverride" .Release.Name $texts.kinds.name.expected) -}}
 {{- end -}}
 {{- include "quartet.refuseOwned" . -}}
 {{- include "quartet.refuseSecrets" . -}}
@@ -155,6 +39,38 @@ Checks of texts in the values. The schema checks keys and types; its message for
 {{- include "quartet.checkUnused" . -}}
 {{- include "quartet.checkCredentials" . -}}
 {{- if .Values.checks.paths }}{{ include "quartet.checkPaths" . }}{{ end -}}
+{{- end -}}
+
+{{/*
+Texts that are not of their kind in files/texts.yaml. Arguments: path and value, and of the file: kinds, and what is expected at the path,
+the name of a kind or a map.
+*/}}
+{{- define "quartet.checkTexts" -}}
+{{- $kinds := .kinds -}}{{- $path := .path -}}{{- $value := .value -}}
+{{- if kindIs "string" .expected -}}
+{{- $text := default "" $value | toString -}}
+{{- /* A number such as 0.5, or a large one without an exponent. */ -}}
+{{- if kindIs "float64" $value }}{{ $text = printf "%.3f" $value | trimSuffix ".000" }}{{ end -}}
+{{- $kind := get $kinds .expected -}}
+{{- $refused := and $kind.refused (regexMatch (default "" $kind.refused) $text) -}}
+{{- if and (or $text $kind.required) (or $refused (not (regexMatch $kind.pattern $text))) -}}
+{{- fail (printf "%s: %q; expected %s; correct it" $path $text $kind.expected) -}}
+{{- end -}}
+{{- else -}}
+{{- range $key, $expected := .expected -}}
+{{- if eq $key "{key}" -}}
+{{- range $name, $_ := $value }}{{ include "quartet.checkTexts" (dict "path" $path "value" $name "expected" $expected "kinds" $kinds) }}{{ end -}}
+{{- else if eq $key "*" -}}
+{{- range $name, $below := $value -}}
+{{- $where := kindIs "slice" $value | ternary $path (printf "%s.%v" $path $name) -}}
+{{- include "quartet.checkTexts" (dict "path" $where "value" $below "expected" $expected "kinds" $kinds) -}}
+{{- end -}}
+{{- else if and (kindIs "map" $value) (hasKey $value $key) -}}
+{{- $where := printf "%s.%s" $path $key | trimPrefix "." -}}
+{{- include "quartet.checkTexts" (dict "path" $where "value" (get $value $key) "expected" $expected "kinds" $kinds) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/*

@@ -28,6 +28,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Check and print configs.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+helm_app = typer.Typer(help="Check values of the Helm chart.", no_args_is_help=True)
+app.add_typer(helm_app, name="helm")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).")]
 Overrides = Annotated[
@@ -453,6 +455,20 @@ def config_check(config: ConfigPath, overrides: Overrides = None, overlays: Over
             typer.echo(finding)
     raise_errors(found)
     typer.echo(f"{config}: valid")
+
+
+@helm_app.command("check")
+def helm_check(
+    values: Annotated[
+        list[Path],
+        typer.Argument(metavar="VALUES...", help="Files of values (YAML). Later ones override earlier ones."),
+    ],
+    chart: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the chart.")] = Path("helm/quartet"),
+) -> None:
+    """Check values of the Helm chart and the config in them without a cluster. Needs Helm."""
+    from quartet.cli.helm_check import check
+
+    check(values, chart)
 
 
 @config_app.command("show")

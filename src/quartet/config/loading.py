@@ -43,7 +43,7 @@ def load_section(kind: type[Tree], path: Path, overrides: list[str] | None = Non
         raise ConfigError(f"config {path}: is of quartet {stage}, not of quartet train; run quartet {stage} {path}")
     for layer in layers:
         layer_tree, layer_locations = _read(layer)
-        tree = _merged(tree, layer_tree)
+        tree = merged_trees(tree, layer_tree)
         locations |= layer_locations
     for override in overrides or []:
         keys = _apply_override(tree, override)
@@ -150,12 +150,12 @@ def _clear_defaults(tree: dict[str, Any]) -> None:
         given[name] = None
 
 
-def _merged(base: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
+def merged_trees(base: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
     """Merge nested dicts. Values of ``layer`` replace those of ``base``."""
     merged = dict(base)
     for key, value in layer.items():
         before = base.get(key)
-        merged[key] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+        merged[key] = merged_trees(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
     return merged
 
 
