@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from shlex import join
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
@@ -89,6 +90,15 @@ class Stack:
         assert result.returncode == 0, (
             f"compose {' '.join(arguments)}: {result.returncode}\n{result.stdout}\n{result.stderr}"
         )
+        return result.stdout
+
+    def shell(self, line: str, folder: Path) -> str:
+        """Run a line of a page in a folder of this machine, with ``docker compose`` for this project. Return its output."""
+        command = line.replace("docker compose", join(self._compose))
+        result = subprocess.run(
+            ["/bin/sh", "-c", command], cwd=folder, env=self._environment, capture_output=True, text=True
+        )
+        assert result.returncode == 0, f"{line}: {result.returncode}\n{result.stdout}\n{result.stderr}"
         return result.stdout
 
     def run_in(self, service: str, *command: str) -> subprocess.CompletedProcess[str]:

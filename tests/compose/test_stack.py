@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import shutil
+import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,7 +21,8 @@ import yaml
 
 from quartet.demo.toy_task import make_toy_task
 from tests.compose.stack import SECRETS, Stack, compose_command, docker, wait_for
-from tests.e2e.conftest import MAX_PROMPT, MINIATURE
+from tests.documents import blocks, commands
+from tests.e2e.conftest import MAX_PROMPT, MINIATURE, without_measurements
 from tests.ports import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -171,7 +174,7 @@ def stack(request: pytest.FixtureRequest, settings: tuple[Path, int], images: No
     ("stack", "victims"), [("plaintext", ["actor", "orchestrator"]), ("tls", ["critic", "redis"])], indirect=["stack"]
 )
 def test_a_run_survives_killed_services_and_its_data_survive_a_restart(
-    stack: Stack, victims: list[str], request: pytest.FixtureRequest
+    stack: Stack, victims: list[str], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     started = time.monotonic()
 
@@ -195,6 +198,9 @@ def test_a_run_survives_killed_services_and_its_data_survive_a_restart(
     assert steps(stack, token) < STEPS, "the run ended before the restart: use more steps"
     if "tls" in request.node.callspec.id:
         check_authentication(stack)
+        (_, checkpoint, *_), _ = commands("recover.md", "With Compose", run="tiny")
+        trust = "exec --env SSL_CERT_FILE=/run/certificates/gateway/ca.crt"
+        stack.shell(checkpoint.replace("http:", "https:").replace("exec", trust), tmp_path)
 
     wait_for(lambda: stack.inspect("orchestrator")["State"]["Status"] == "exited", "the end of the run")
     log("the run has ended")
@@ -202,11 +208,22 @@ def test_a_run_survives_killed_services_and_its_data_survive_a_restart(
     log_text = stack.logs("orchestrator")
     assert ("run resumed" if "orchestrator" in victims else "recovery started") in log_text
     assert steps(stack, token) == STEPS
-    assert stack.run_in("gateway", "ls", "runs/tiny/policy/model.safetensors").returncode == 0
+    _, (link,), (copy, down, down_with_volumes) = blocks("scale-out.md")["With Compose"]
+    assert stack.shell(link, tmp_path).strip().endswith(f"#token={token}")
+    stack.shell(copy.replace("NAME", "tiny"), tmp_path)
+    assert (tmp_path / "policy/model.safetensors").stat().st_size > 0
     running = [service for service in SERVICES if stack.inspect(service)["State"]["Status"] == "running"]
     assert running == [service for service in SERVICES if service != "orchestrator"]
 
-    stack.compose("down", "--timeout", "20")
+    if "tls" in request.node.callspec.id:
+        before = stack.run_in("gateway", "cat", "/run/certificates/gateway/ca.crt").stdout
+        for line in blocks("scale-out.md")["TLS"][0]:
+            stack.shell(line, tmp_path)
+        wait_for(lambda: stack.inspect("gateway")["State"]["Health"]["Status"] == "healthy", "the gateway's health")
+        assert stack.run_in("gateway", "cat", "/run/certificates/gateway/ca.crt").stdout != before
+        assert steps(stack, token) == STEPS
+        log("certificates renewed")
+    stack.shell(down, tmp_path)
     assert not [name for name in stack.resources() if not name.startswith("volume")]
     stack.compose("up", "--detach")
     log("down, and up again")
@@ -217,9 +234,49 @@ def test_a_run_survives_killed_services_and_its_data_survive_a_restart(
     wait_for(lambda: stack.inspect("orchestrator")["State"]["Status"] == "exited", "the end of a completed run")
     assert stack.inspect("orchestrator")["State"]["ExitCode"] == 0, stack.logs("orchestrator")
 
-    stack.compose("down", "--volumes", "--timeout", "20")
+    stack.shell(down_with_volumes, tmp_path)
     assert stack.resources() == []
     log("down, with its volumes")
+
+
+@pytest.mark.parametrize("stack", ["plaintext"], indirect=True)
+def test_a_run_is_archived_and_restored_by_the_documented_commands(stack: Stack, tmp_path: Path) -> None:
+    archive, restore = commands("recover.md", "With Compose", run="tiny")
+    stack.compose("up", "--detach")
+    token = stack.token()
+    wait_for(lambda: steps(stack, token) >= 2, "two steps")
+    for line in archive:
+        stack.shell(line, tmp_path)
+    archived = archived_metrics(tmp_path / "tiny.tar")
+    assert len(archived) >= 2
+    wait_for(lambda: steps(stack, token) >= len(archived) + 3, "three steps after the archive")
+    expected = metrics(stack)
+    stack.compose("down", "--volumes", "--timeout", "20")
+    assert stack.resources() == []
+
+    for line in restore[:-1]:
+        stack.shell(line, tmp_path)
+    wait_for(lambda: "run paused" in stack.logs("orchestrator"), "the restored run")
+    assert metrics(stack) == archived
+    stack.shell(restore[-1], tmp_path)
+    token = stack.token()
+    wait_for(lambda: steps(stack, token) >= len(expected), "the steps that the archive does not have")
+    assert metrics(stack)[: len(expected)] == expected
+    assert "sealed experience lost" not in stack.logs("orchestrator")
+
+
+def metrics(stack: Stack) -> list[dict[str, float]]:
+    """Return the metrics of each step, except measurements."""
+    text = stack.run_in("gateway", "cat", "runs/tiny/metrics.jsonl").stdout
+    return without_measurements(map(json.loads, text.splitlines()))
+
+
+def archived_metrics(archive: Path) -> list[dict[str, float]]:
+    """Return the metrics of each step in an archive, except measurements."""
+    with tarfile.open(archive) as files:
+        member = files.extractfile("tiny/metrics.jsonl")
+        assert member is not None
+        return without_measurements(map(json.loads, member.read().splitlines()))
 
 
 @pytest.mark.parametrize("stack", ["critic-free-lora"], indirect=True)

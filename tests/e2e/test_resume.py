@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from quartet.cli.checkpoint import list_and_tag
 from quartet.config.loading import load_config
 from quartet.preflight import nothing_to_resume
 from quartet.run_directory.run_files import RunFiles
+from tests.documents import commands
 from tests.e2e.commands import QUARTET, Command, committed_steps, settings
 from tests.e2e.conftest import Call, Run, Start, step_metrics, weights
 from tests.waiting import wait_until
@@ -44,13 +44,6 @@ def test_a_run_whose_launcher_and_redis_are_lost_leaves_no_process_and_resumes_b
     assert weights(run) == weights(first_run.directory)
 
 
-def commands(page: str, section: str) -> list[list[str]]:
-    """Return the commands of each block of a section, for the run of these tests instead of ``my``."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    text = re.sub(r"\bmy(?=[./ ]|$)", "tiny", text, flags=re.MULTILINE)
-    return [block.strip().splitlines() for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)]
-
-
 def test_a_run_is_archived_and_restored_by_the_documented_commands(start: Start, config: Path, tmp_path: Path) -> None:
     def execute(line: str, folder: Path) -> None:
         command = line.split()[1:] if line.startswith("quartet ") else ["-c", line]
@@ -58,7 +51,7 @@ def test_a_run_is_archived_and_restored_by_the_documented_commands(start: Start,
         done = subprocess.run([program, *command], cwd=folder, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
 
-    archive, restore = commands("recover.md", "Back up a run")
+    archive, restore = commands("recover.md", "Back up a run", run="tiny")
     assert [line.split()[1] for line in (*archive, *restore) if line.startswith("quartet")] == [
         *("pause", "checkpoint", "resume", "train")
     ]
@@ -201,13 +194,17 @@ def test_a_fork_names_the_setting_or_argument_to_change(call: Call, run_copy: Pa
 
 
 @pytest.mark.slow  # tests/training/test_live_control.py rolls back in one process.
-def test_a_run_resumes_bit_identically_after_a_rollback(
+def test_a_run_resumes_bit_identically_after_the_documented_rollback(
     start: Start, config: Path, first_run: Run, tmp_path: Path
 ) -> None:
     run = shutil.copytree(first_run.directory, tmp_path / "runs" / "tiny")
-    assert start("rollback", "runs/tiny", "6", "--yes").wait().code == 0
+    (documented,) = commands("recover.md", "If training went wrong", run="tiny")
+    *before, rollback, resume = (line.removeprefix("quartet ").split() for line in documented)
+    for line in (*before, [*rollback[:-1], "6", "--yes"]):
+        assert start(*line).wait().code == 0, line
     assert committed_steps(run) == 6
     assert not (run / "policy").exists()
+    assert resume == ["train", "tiny.yaml", "--resume"]
     result = start("train", config, "--resume").wait()
     assert result.code == 0, result
     assert weights(run) == weights(first_run.directory)
