@@ -53,7 +53,12 @@ def chart_for(values: Values) -> helm_python.Chart:
 
 def checks_for(values: Values) -> helm_python.Chart:
     """Return the chart with its checks alone, which takes a fifth of the time. It has no schema if the values match it."""
-    return _without_schema(checks_only=True) if _match_schema(values) else chart()
+    return checks_only() if _match_schema(values) else chart()
+
+
+def checks_only() -> helm_python.Chart:
+    """Return the checks of the chart, without its schema and its manifests."""
+    return _without_schema(checks_only=True)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import helm_python
@@ -13,10 +14,12 @@ from tests.every_case import every_case
 from tests.helm.rendering import (
     CHART,
     NAMESPACE,
+    RELEASE,
     Values,
     changed,
     chart,
     checks_for,
+    checks_only,
     manifests,
     objects,
     of_kind,
@@ -111,7 +114,7 @@ WRONG: dict[str, tuple[str, Values, str, str]] = {
         "cpu-kind",
         {"components__actor__annotations": {"a b": "c"}},
         "components.actor.annotations: ",
-        "the key of a label",
+        "the key of an annotation",
     ),
     "a key of a label with two slashes": (
         "cpu-kind",
@@ -379,8 +382,44 @@ def test_values_at_the_limit_are_accepted(values: dict[str, Any]) -> None:
     assert manifests(changed("cpu-kind", **values))
 
 
+TEXTS = yaml.safe_load((CHART / "files/texts.yaml").read_text(encoding="utf-8"))
+WRONG_TEXT = "%"
+MAPS = {"components": "actor", "security.tls.existingSecrets": "actor"}
+"""Maps of the table without a kind for their keys, with a key for each."""
+
+
+def wrong_texts(expected: Any, seen: set[int], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path in the message and values with one wrong text, for each text of the table.
+
+    Of a part that is in several places, the first place has all texts, and the others have the first one. ``seen``: ids of parts.
+    """
+    if isinstance(expected, str):
+        yield path, WRONG_TEXT
+        return
+    items = list(expected.items())[: 1 if id(expected) in seen else None]
+    seen.add(id(expected))
+    for key, below in items:
+        if key == "{key}":
+            yield path, {WRONG_TEXT: "1"}
+        elif key == "*" and path not in MAPS and "{key}" not in expected:
+            yield from ((where, [value]) for where, value in wrong_texts(below, seen, path))
+        else:
+            name = MAPS.get(path, "name") if key == "*" else key
+            for where, value in wrong_texts(below, seen, f"{path}.{name}".removeprefix(".")):
+                yield where, {name: value}
+
+
+def test_each_text_of_the_table_is_checked_and_named() -> None:
+    wrong = list(wrong_texts(TEXTS["texts"], set()))
+    assert len(wrong) > 100
+    for path, values in wrong:
+        where = f'{path}: "{WRONG_TEXT}"; expected '
+        with pytest.raises(helm_python.HelmError) as error:
+            checks_only().render(values, name=RELEASE, namespace=NAMESPACE)
+        assert where in str(error.value), (path, values)
+
+
 def test_keys_of_the_texts_are_in_the_schema_and_every_kind_is_used() -> None:
-    texts = yaml.safe_load((CHART / "files/texts.yaml").read_text(encoding="utf-8"))
     keys, kinds = set(), set()
 
     def walk(expected: Any) -> None:
@@ -391,8 +430,8 @@ def test_keys_of_the_texts_are_in_the_schema_and_every_kind_is_used() -> None:
             for below in expected.values():
                 walk(below)
 
-    walk(texts["texts"])
+    walk(TEXTS["texts"])
     known = set(re.findall(r'"(\w+)": ?\{', (CHART / "values.schema.json").read_text(encoding="utf-8")))
-    fields_of_kubernetes = {"ipBlock", "cidr", "except"}
+    fields_of_kubernetes = {"claimName", "secretName"}
     assert keys - known - fields_of_kubernetes == {"*", "{key}"}
-    assert kinds == texts["kinds"].keys()
+    assert kinds == TEXTS["kinds"].keys()

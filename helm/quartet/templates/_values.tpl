@@ -8,12 +8,17 @@
 {{- range $name, $own := $values.components }}{{ $_ := set $components (printf "components.%s" $name) (default dict $own) }}{{ end -}}
 {{- range $path, $own := $components -}}
 {{- $_ := set $images (printf "%s.image" $path) $own.image -}}
+{{- end -}}
+{{- range $path, $own := merge (dict "redis" $values.redis) $components -}}
 {{- range default list $own.tolerations -}}
 {{- if and (eq (default "Equal" .operator) "Exists") .value -}}
 {{- fail (printf "%s.tolerations: operator Exists, and value %q, which it does not compare; expected one of them; remove value, or set operator Equal" $path .value) -}}
 {{- end -}}
 {{- if and (eq (default "Equal" .operator) "Equal") (not .key) -}}
 {{- fail (printf "%s.tolerations: no key; expected the key of a taint, or operator Exists for all taints; add one of them" $path) -}}
+{{- end -}}
+{{- if and (hasKey . "tolerationSeconds") (ne (default "" .effect) "NoExecute") -}}
+{{- fail (printf "%s.tolerations: tolerationSeconds, and effect %q; expected effect NoExecute, which alone ends pods; set it, or remove tolerationSeconds" $path (default "" .effect)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
