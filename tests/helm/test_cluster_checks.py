@@ -22,6 +22,7 @@ from tests.helm.rendering import (
     manifests,
     of_kind,
 )
+from tests.helm.test_components import TRAFFIC
 
 CLASSES = (
     ("PriorityClass", "training", {"value": 1000}),
@@ -82,6 +83,8 @@ def installed(api: ApiServer, values: Values) -> None:
         claim["spec"].setdefault("volumeName", "pvc-1")
     for service in of_kind(objects, "Service").values():
         service["spec"].setdefault("clusterIP", "10.0.0.1")
+    for item in objects:
+        item["metadata"].setdefault("annotations", {})["meta.helm.sh/release-name"] = RELEASE
     api.store([*classes, *objects])
 
 
@@ -293,9 +296,9 @@ def test_another_name_override_is_refused_if_it_would_install_a_second_run(api: 
         message = refusal({**values, **changes}, api)
         assert "the release has the Deployment quartet-actor, and would get " in message
         assert "keep the names of the installation" in message
+    # Of another release, or of a user who has copied the labels.
     for item in api.objects:
-        if labels := item["metadata"].get("labels"):
-            labels["app.kubernetes.io/instance"] = "another-release"
+        item["metadata"].get("annotations", {}).pop("meta.helm.sh/release-name", None)
     assert_accepted({**values, "fullnameOverride": "other"}, api)
 
 
@@ -317,32 +320,90 @@ def test_an_upgrade_keeps_replicas_that_were_scaled_by_hand(api: ApiServer) -> N
     live["metadata"]["managedFields"].append({**scaled, "subresource": "scale"})
     live["spec"]["replicas"] = 8
     assert replicas_of(generators, api) is None
-    # Equal numbers are no conflict, and then the field belongs to Helm again.
+    # Equal numbers are no conflict. Then both own the field, and the next number is a conflict again.
     eight = changed("cpu-kind", components__generator={"enabled": True, "replicas": 8})
     assert replicas_of(eight, api) == 8
+    helm["fieldsV1"]["f:spec"]["f:replicas"] = {}
+    assert replicas_of(generators, api) is None
+    # Flux and Argo CD apply under names of their own.
+    helm["manager"] = "helm-controller"
+    assert replicas_of(generators, api) is None
     # A release that Helm 3 installed is merged by the client, which would set the default of 1 without the field.
     live["metadata"]["managedFields"] = [{**helm, "operation": "Update"}, scaled]
     assert replicas_of(generators, api) == 2
 
 
-NAMED = (
-    "gateway.tokens.existingSecret",
-    "security.rpcToken.existingSecret",
-    "redis.password.existingSecret",
-    "storage.models.existingClaim",
-    "serviceAccount.name",
+@every_case(
+    "kind, name, example_name, changes",
+    [
+        ("StatefulSet", "quartet-redis", "cpu-kind", {}),
+        ("Deployment", "quartet-loader", "cpu-kind", {"loader": {"enabled": True}}),
+        ("StatefulSet", "quartet-actor", "two-node-actor", {}),
+        ("LeaderWorkerSet", "quartet-actor-nodes", "two-node-actor", {"workerGroups__leaderWorkerSet": True}),
+    ],
 )
+def test_scaled_workloads_of_a_fixed_number_of_pods_are_named_before_an_upgrade(
+    api: ApiServer, kind: str, name: str, example_name: str, changes: dict[str, Any]
+) -> None:
+    values = changed(example_name, **changes, checks={"clusterObjects": False})
+    installed(api, values)
+    live = next(item for item in api.objects if item["kind"] == kind and item["metadata"]["name"] == name)
+    template = "f:leaderWorkerTemplate" if kind == "LeaderWorkerSet" else "f:template"
+    live["metadata"]["managedFields"] = [
+        {"manager": "helm", "operation": "Apply", "fieldsV1": {"f:spec": {template: {}, "f:replicas": {}}}},
+        {"manager": "kubectl", "operation": "Update", "fieldsV1": {"f:spec": {"f:replicas": {}}}},
+    ]
+    assert_accepted(values, api)
+    before, live["spec"]["replicas"] = live["spec"]["replicas"], 5
+    message = refusal(values, api)
+    assert f"the {kind} {name} has 5 replicas, which Helm has not set, and needs {before}" in message
+    assert f"kubectl --namespace rlhf scale {kind.lower()} {name} --replicas {before}" in message
+
+
+NAMED: dict[str, tuple[Values, Values]] = {
+    "gateway.tokens.existingSecret": ({}, {"components__gateway": {"enabled": False}}),
+    "security.rpcToken.existingSecret": ({}, {"security__rpcToken__enabled": False}),
+    "redis.password.existingSecret": ({}, {}),
+    "redis.external.existingSecret": (
+        {"redis__enabled": False, "redis__external__url": "rediss://quartet@redis:6379/0"},
+        {},
+    ),
+    "traffic.keys.existingSecret": (TRAFFIC, {}),
+    "downloads.existingSecret": ({"downloads__sources": {"models/policy": "hf://a/b"}}, {"downloads__sources": {}}),
+    "security.tls.existingSecrets.actor": ({"security__tls__source": "existing"}, {"security__tls__source": "chart"}),
+    "storage.models.existingClaim": ({}, {}),
+    "storage.claim.existingClaim": (
+        {},
+        {f"storage__{folder}__existingClaim": "other" for folder in ("models", "data", "runs")},
+    ),
+    "serviceAccount.name": ({}, {}),
+}
+"""Values that name objects of the namespace: changes with which pods use them, and with which no pod does."""
 
 
 @every_case("path", NAMED)
-def test_a_missing_object_of_the_namespace_is_named_with_its_value(api: ApiServer, path: str) -> None:
-    values = changed("cpu-kind", **{path.replace(".", "__"): "mine"})
+def test_a_missing_object_of_the_namespace_is_named_with_its_value_if_a_pod_uses_it(api: ApiServer, path: str) -> None:
+    used, unused = NAMED[path]
+    named = {path.replace(".", "__"): "mine"}
+    if "tls" in path:
+        processes = ("actor", "critic", "reference", "orchestrator", "gateway", "redis")
+        named = {"security__tls__existingSecrets": {**dict.fromkeys(processes, "there"), "actor": "mine"}}
+        api.add("Secret", "there")
+    api.add("PersistentVolumeClaim", "other")
+    values = changed("cpu-kind", **used, **named)
     kind = "PersistentVolumeClaim" if "Claim" in path else "ServiceAccount" if "Account" in path else "Secret"
     message = refusal(values, api)
     assert f"{path}: the namespace rlhf has no {kind} mine; create it before, or correct the name" in message
-    added = api.add(kind, "mine")
+    if unused:
+        assert_accepted(changed("cpu-kind", **{**used, **named, **unused}), api)
+    api.add(kind, "mine")
     assert_accepted(values, api)
-    api.objects.remove(added)
+    api.objects = [item for item in api.objects if item["metadata"]["name"] not in ("mine", "there", "other")]
+
+
+def test_a_missing_secret_of_a_registry_is_named(api: ApiServer) -> None:
+    message = refusal(changed("cpu-kind", imagePullSecrets=[{"name": "mine"}]), api)
+    assert "imagePullSecrets: the namespace rlhf has no Secret mine" in message
 
 
 def test_a_service_that_becomes_headless_must_be_deleted_first(api: ApiServer) -> None:

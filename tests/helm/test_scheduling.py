@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -35,10 +36,10 @@ def templates(values: Values) -> dict[str, Manifest]:
     return result
 
 
-def terms(spec: Manifest, kind: str) -> list[Any]:
-    """Return the terms of the pod affinity of a pod."""
+def terms(spec: Manifest, kind: str, affinity: str = "podAffinity") -> list[Any]:
+    """Return the terms of an affinity of a pod."""
     result: list[Any] = (
-        spec.get("affinity", {}).get("podAffinity", {}).get(f"{kind}DuringSchedulingIgnoredDuringExecution", [])
+        spec.get("affinity", {}).get(affinity, {}).get(f"{kind}DuringSchedulingIgnoredDuringExecution", [])
     )
     return result
 
@@ -114,7 +115,7 @@ def test_a_spread_constraint_without_a_selector_selects_the_pods_of_its_componen
 
 
 def requests(values: Values) -> list[Manifest]:
-    """Return the pods with GPUs: component, number of GPUs, labels and preferences."""
+    """Return the pods with GPUs: number of GPUs, labels, and preferences for pods and for nodes."""
     result = []
     for item in manifests(values):
         spec = item.get("spec", {})
@@ -127,7 +128,8 @@ def requests(values: Values) -> list[Manifest]:
         limits = template["spec"]["containers"][0]["resources"].get("limits", {})
         if gpus := int(limits.get("nvidia.com/gpu", 0)):
             labels = template["metadata"]["labels"]
-            result += [{"gpus": gpus, "labels": labels, "prefers": terms(template["spec"], "preferred")}] * count
+            pod = {"gpus": gpus, "labels": labels, "prefers": terms(template["spec"], "preferred")}
+            result += [{**pod, "nodes": terms(template["spec"], "preferred", "nodeAffinity")}] * count
     return result
 
 
@@ -138,24 +140,36 @@ def matches(labels: dict[str, str], selector: Manifest) -> bool:
     )
 
 
-def waiting(pods: list[Manifest], num_nodes: int, order: random.Random) -> int:
-    """Return how many pods find no node of 8 GPUs, one after the other, if a preference decides, and then the emptiest node."""
-    nodes: list[list[Manifest]] = [[] for _ in range(num_nodes)]
+def waiting(pods: list[Manifest], sizes: Sequence[int], order: random.Random) -> int:
+    """Return how many pods find no node, one after the other, if preferences of equal weight decide, and then the emptiest node.
+
+    ``sizes``: number of GPUs of each node, which its label has.
+    """
+    nodes: list[tuple[int, list[Manifest]]] = [(size, []) for size in sizes]
     missing = 0
     for pod in order.sample(pods, len(pods)):
-        free = [node for node in nodes if sum(other["gpus"] for other in node) + pod["gpus"] <= 8]
+        free = [node for node in nodes if sum(other["gpus"] for other in node[1]) + pod["gpus"] <= node[0]]
         near = [
             term["podAffinityTerm"]["labelSelector"]
             for term in pod["prefers"]
             if term["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
         ]
+        limits = [
+            int(each["values"][0])
+            for term in pod["nodes"]
+            for each in term["preference"]["matchExpressions"]
+            if (each["key"], each["operator"]) == ("nvidia.com/gpu.count", "Lt")
+        ]
 
-        def score(node: list[Manifest], near: list[Manifest] = near) -> tuple[int, int, float]:
-            peers = sum(matches(other["labels"], selector) for other in node for selector in near)
-            return peers, -sum(other["gpus"] for other in node), order.random()
+        def score(
+            node: tuple[int, list[Manifest]], near: list[Manifest] = near, limits: list[int] = limits
+        ) -> tuple[int, int, float]:
+            has_peers = any(matches(other["labels"], selector) for other in node[1] for selector in near)
+            left = node[0] - sum(other["gpus"] for other in node[1])
+            return has_peers + any(node[0] < limit for limit in limits), left, order.random()
 
         if free:
-            max(free, key=score).append(pod)
+            max(free, key=score)[1].append(pod)
         else:
             missing += 1
     return missing
@@ -163,10 +177,18 @@ def waiting(pods: list[Manifest], num_nodes: int, order: random.Random) -> int:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_pods_of_an_example_find_nodes_in_any_order(name: str) -> None:
-    """The smallest cluster of nodes with 8 GPUs that has room for them."""
+    """In the smallest cluster of nodes with 8 GPUs that has room for them, and in clusters with smaller nodes."""
     pods = requests(example(name))
-    num_nodes = -(-sum(pod["gpus"] for pod in pods) // 8)
-    assert [waiting(pods, num_nodes, random.Random(seed)) for seed in range(100)] == [0] * 100
+    clusters = [[8] * -(-sum(pod["gpus"] for pod in pods) // 8)]
+    # Whole nodes for the groups, and the others on nodes of 4 GPUs, or of as many as each needs.
+    whole = sum(pod["gpus"] == 8 for pod in pods)
+    few = [pod["gpus"] for pod in pods if pod["gpus"] < 8]
+    if whole and few:
+        clusters.append([8] * whole + [4] * -(-sum(few) // 4))
+        if len(set(few)) == 1:
+            clusters.append([8] * whole + few)
+    for sizes in clusters:
+        assert [waiting(pods, sizes, random.Random(seed)) for seed in range(100)] == [0] * 100, sizes
 
 
 def queues(values: Values) -> dict[str, tuple[str | None, str | None]]:

@@ -5,11 +5,12 @@ Checks of the cluster, before Helm changes anything. They are silent if Helm onl
 {{- /* A cluster lists its kinds; the built-in list of Helm has API versions only. */ -}}
 {{- if .Capabilities.APIVersions.Has "v1/Pod" -}}
 {{- include "quartet.checkKinds" . -}}
-{{- include "quartet.checkNames" . -}}
 {{- include "quartet.checkClaims" . -}}
 {{- include "quartet.checkRedisStorage" . -}}
 {{- include "quartet.checkWorkloads" . -}}
+{{- include "quartet.checkReplicas" . -}}
 {{- if .Values.checks.clusterObjects -}}
+{{- include "quartet.checkNames" . -}}
 {{- include "quartet.checks.clusterObjects" . -}}
 {{- include "quartet.checkExisting" . -}}
 {{- end -}}
@@ -22,7 +23,8 @@ Checks of the cluster, before Helm changes anything. They are silent if Helm onl
 {{- range default list (lookup "apps/v1" $kind $.Release.Namespace "").items -}}
 {{- $labels := default dict .metadata.labels -}}
 {{- $component := get $labels "app.kubernetes.io/component" -}}
-{{- $own := and (eq (dig "app.kubernetes.io/part-of" "" $labels) "quartet") (eq (dig "app.kubernetes.io/instance" "" $labels) $.Release.Name) -}}
+{{- $installed := eq (get (default dict .metadata.annotations) "meta.helm.sh/release-name") $.Release.Name -}}
+{{- $own := and $installed (eq (get $labels "app.kubernetes.io/part-of") "quartet") -}}
 {{- $expected := printf "%s-%s" (include "quartet.fullname" $) $component -}}
 {{- if and $own $component (ne .metadata.name $expected) -}}
 {{- fail (printf "nameOverride: %q, fullnameOverride: %q: the release has the %s %s, and would get %s beside it, with new and empty volumes; keep the names of the installation, or install another release" (default "" $.Values.nameOverride) (default "" $.Values.fullnameOverride) $kind .metadata.name $expected) -}}
@@ -34,22 +36,24 @@ Checks of the cluster, before Helm changes anything. They are silent if Helm onl
 {{/* Objects of the namespace that the values name, and that pods would wait for. */}}
 {{- define "quartet.checkExisting" -}}
 {{- $values := .Values -}}
-{{- $named := list
-  (list "Secret" "gateway.tokens.existingSecret" $values.gateway.tokens.existingSecret)
-  (list "Secret" "traffic.keys.existingSecret" $values.traffic.keys.existingSecret)
-  (list "Secret" "security.rpcToken.existingSecret" $values.security.rpcToken.existingSecret)
-  (list "Secret" "downloads.existingSecret" $values.downloads.existingSecret)
-  (list "ServiceAccount" "serviceAccount.name" $values.serviceAccount.name) -}}
-{{- if $values.redis.enabled -}}
-{{- $named = append $named (list "Secret" "redis.password.existingSecret" $values.redis.password.existingSecret) -}}
-{{- else -}}
-{{- $named = append $named (list "Secret" "redis.external.existingSecret" $values.redis.external.existingSecret) -}}
-{{- end -}}
+{{- $components := include "quartet.components" . | fromJson -}}
+{{- $named := list (list "ServiceAccount" "serviceAccount.name" $values.serviceAccount.name) -}}
+{{- $secrets := dict -}}
+{{- if $components.gateway }}{{ $_ := set $secrets "gateway.tokens.existingSecret" $values.gateway.tokens.existingSecret }}{{ end -}}
+{{- if include "quartet.hasTraffic" . }}{{ $_ := set $secrets "traffic.keys.existingSecret" $values.traffic.keys.existingSecret }}{{ end -}}
+{{- if $values.security.rpcToken.enabled }}{{ $_ := set $secrets "security.rpcToken.existingSecret" $values.security.rpcToken.existingSecret }}{{ end -}}
+{{- if $values.downloads.sources }}{{ $_ := set $secrets "downloads.existingSecret" $values.downloads.existingSecret }}{{ end -}}
+{{- if $values.redis.enabled }}{{ $_ := set $secrets "redis.password.existingSecret" $values.redis.password.existingSecret }}
+{{- else }}{{ $_ := set $secrets "redis.external.existingSecret" $values.redis.external.existingSecret }}{{ end -}}
 {{- if and $values.security.tls.enabled (eq $values.security.tls.source "existing") -}}
-{{- range $process, $name := $values.security.tls.existingSecrets }}{{ $named = append $named (list "Secret" (printf "security.tls.existingSecrets.%s" $process) $name) }}{{ end -}}
+{{- range $process, $name := $values.security.tls.existingSecrets }}{{ $_ := set $secrets (printf "security.tls.existingSecrets.%s" $process) $name }}{{ end -}}
 {{- end -}}
+{{- range $path, $name := $secrets }}{{ $named = append $named (list "Secret" $path $name) }}{{ end -}}
 {{- range $values.imagePullSecrets }}{{ $named = append $named (list "Secret" "imagePullSecrets" .name) }}{{ end -}}
-{{- range $folder, $claim := $values.storage }}{{ $named = append $named (list "PersistentVolumeClaim" (printf "storage.%s.existingClaim" $folder) (default dict $claim).existingClaim) }}{{ end -}}
+{{- range $name, $folder := include "quartet.folders" . | fromJson -}}
+{{- $own := (get $values.storage $name).existingClaim -}}
+{{- if not $folder.created }}{{ $named = append $named (list "PersistentVolumeClaim" (printf "storage.%s.existingClaim" (empty $own | ternary "claim" $name)) $folder.claim) }}{{ end -}}
+{{- end -}}
 {{- range $named -}}
 {{- $kind := index . 0 -}}{{- $name := default "" (index . 2) -}}
 {{- if and $name (not (lookup "v1" $kind $.Release.Namespace $name)) -}}
@@ -59,17 +63,40 @@ Checks of the cluster, before Helm changes anything. They are silent if Helm onl
 {{- end -}}
 
 {{/*
-Whether somebody has set the replicas of a Deployment, with kubectl scale or an autoscaler of theirs. Server-side apply would then stop
-at this Deployment, after others have changed. Without the field it keeps their number. Arguments: root and component.
+The replicas of a live workload, if somebody else has set them, with kubectl scale or an autoscaler of theirs, and they differ. Server-side
+apply would then stop at this workload, after others have changed. Without the field it keeps their number. Arguments: root, version, kind,
+name and replicas.
 */}}
 {{- define "quartet.scaledByHand" -}}
-{{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace .component.fullname -}}
+{{- $live := lookup .version .kind .root.Release.Namespace .name -}}
 {{- $applied := false -}}{{- $theirs := false -}}
 {{- range dig "metadata" "managedFields" list (default dict $live) -}}
-{{- if and (eq .manager "helm") (eq .operation "Apply") }}{{ $applied = true }}
-{{- else if hasKey (dig "fieldsV1" "f:spec" dict .) "f:replicas" }}{{ $theirs = true }}{{ end -}}
+{{- $spec := dig "fieldsV1" "f:spec" dict . -}}
+{{- if and (eq .operation "Apply") (or (hasKey $spec "f:template") (hasKey $spec "f:leaderWorkerTemplate")) }}{{ $applied = true }}
+{{- else if hasKey $spec "f:replicas" }}{{ $theirs = true }}{{ end -}}
 {{- end -}}
-{{- if and $applied $theirs (ne (int $live.spec.replicas) (int .component.replicas)) }}{{ $live.spec.replicas }}{{ end -}}
+{{- if and $applied $theirs (ne (int $live.spec.replicas) (int .replicas)) }}{{ $live.spec.replicas }}{{ end -}}
+{{- end -}}
+
+{{/* Workloads of a fixed number of pods, which somebody has scaled. */}}
+{{- define "quartet.checkReplicas" -}}
+{{- $fullname := include "quartet.fullname" . -}}
+{{- $fixed := list -}}
+{{- if .Values.redis.enabled }}{{ $fixed = append $fixed (dict "version" "apps/v1" "kind" "StatefulSet" "name" (printf "%s-redis" $fullname) "replicas" 1) }}{{ end -}}
+{{- if .Values.loader.enabled }}{{ $fixed = append $fixed (dict "version" "apps/v1" "kind" "Deployment" "name" (printf "%s-loader" $fullname) "replicas" 1) }}{{ end -}}
+{{- range $component := include "quartet.components" . | fromJson -}}
+{{- if eq $component.workload "StatefulSet" -}}
+{{- $fixed = append $fixed (dict "version" "apps/v1" "kind" "StatefulSet" "name" $component.fullname "replicas" $component.nodes) -}}
+{{- else if eq $component.workload "LeaderWorkerSet" -}}
+{{- $fixed = append $fixed (dict "version" "leaderworkerset.x-k8s.io/v1" "kind" "LeaderWorkerSet" "name" (include "quartet.groupService" $component) "replicas" 1) -}}
+{{- end -}}
+{{- end -}}
+{{- range $fixed -}}
+{{- $scaled := include "quartet.scaledByHand" (merge (dict "root" $) .) -}}
+{{- if $scaled -}}
+{{- fail (printf "the %s %s has %s replicas, which Helm has not set, and needs %d; set them before the upgrade: kubectl --namespace %s scale %s %s --replicas %d" .kind .name $scaled (int .replicas) $.Release.Namespace (lower .kind) .name (int .replicas)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Custom resources whose definitions are not installed. */}}

@@ -41,23 +41,30 @@ they share a volume for one node. They wait for the first pod with a model, whos
 {{- end -}}
 
 {{/*
-The affinity of a component, with a preference for nodes that have other pods with few GPUs, if a group needs several nodes. Spread over
-nodes, such pods could leave the group no whole node, and its first pods would wait for the others for good. Arguments: root and component.
+The affinity of a component, if a group needs several nodes: it prefers nodes with other pods of few GPUs, and nodes that are too small for
+the group, by the label of the GPU Operator. Elsewhere, such pods could leave the group no whole node, and its first pods would wait for the
+others for good. Arguments: root and component.
 */}}
 {{- define "quartet.packed" -}}
 {{- $affinity := deepCopy (default dict .component.affinity) -}}
-{{- $few := list -}}{{- $groups := false -}}
+{{- $few := list -}}{{- $smallest := 0 -}}
 {{- range $name, $component := include "quartet.components" .root | fromJson -}}
-{{- if gt (int $component.nodes) 1 }}{{ $groups = true }}{{ else if and $component.model (gt (int $component.gpus) 0) }}{{ $few = append $few $name }}{{ end -}}
+{{- if gt (int $component.nodes) 1 }}{{ $smallest = eq $smallest 0 | ternary (int $component.gpus) (min $smallest $component.gpus | int) }}
+{{- else if and $component.model (gt (int $component.gpus) 0) }}{{ $few = append $few $name }}{{ end -}}
 {{- end -}}
-{{- if and $groups (has .component.name $few) -}}
+{{- if and $smallest (has .component.name $few) -}}
+{{- $key := "preferredDuringSchedulingIgnoredDuringExecution" -}}
 {{- $expression := dict "key" "app.kubernetes.io/component" "operator" "In" "values" $few -}}
 {{- $selector := dict "matchLabels" (include "quartet.selector" .root | fromYaml) "matchExpressions" (list $expression) -}}
 {{- $term := dict "weight" 100 "podAffinityTerm" (dict "topologyKey" "kubernetes.io/hostname" "labelSelector" $selector) -}}
 {{- $podAffinity := default dict $affinity.podAffinity -}}
-{{- $key := "preferredDuringSchedulingIgnoredDuringExecution" -}}
 {{- $_ := set $podAffinity $key (append (default list (get $podAffinity $key)) $term) -}}
 {{- $_ := set $affinity "podAffinity" $podAffinity -}}
+{{- $smaller := dict "key" (printf "%s.count" .component.gpuResource) "operator" "Lt" "values" (list (toString $smallest)) -}}
+{{- $term = dict "weight" 100 "preference" (dict "matchExpressions" (list $smaller)) -}}
+{{- $nodeAffinity := default dict $affinity.nodeAffinity -}}
+{{- $_ := set $nodeAffinity $key (append (default list (get $nodeAffinity $key)) $term) -}}
+{{- $_ := set $affinity "nodeAffinity" $nodeAffinity -}}
 {{- end -}}
 {{- toJson $affinity -}}
 {{- end -}}
