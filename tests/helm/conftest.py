@@ -36,6 +36,7 @@ for path in options[1::2]:
 try:
     texts = helm_python.Chart.load(chart).render(values, name=name, namespace="default")
 except helm_python.HelmError as error:
+    print("2026/01/01 00:00:00 INFO found symbolic link in path", file=sys.stderr)
     sys.exit(f"Error: {{error}}\\n\\nUse --debug flag to render out invalid YAML")
 print("".join(f"---\\n{{text}}\\n" for path, text in texts.items() if not path.endswith(".txt")))
 """

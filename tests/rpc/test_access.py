@@ -21,7 +21,7 @@ from quartet import __version__, v1
 from quartet.config.deployment import SecurityConfig
 from quartet.contract.status import Role, ServiceStatus
 from quartet.errors import AccessRefused, ConfigError, ServiceUnavailable
-from quartet.rpc.health import problem
+from quartet.rpc.health import HealthListener, HealthServicer, problem
 from quartet.rpc.security.allow_list import CALLERS, GATEWAY, OPERATOR, PROCESSES, PROMETHEUS, RANK_CALLERS, REDIS
 from quartet.rpc.security.certificates import Authority
 from quartet.rpc.security.credentials import Credentials
@@ -253,6 +253,16 @@ def test_the_health_port_serves_only_health_checks(folder: Path) -> None:
     gone = subprocess.run(command, timeout=30, check=False, capture_output=True, text=True)
     assert gone.returncode == 1
     assert gone.stderr.startswith(f"error: health {server.health_address}: no response: UNAVAILABLE: ")
+
+
+def test_a_process_that_does_not_serve_is_named_with_a_cause() -> None:
+    servicer = HealthServicer()
+    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    listener = HealthListener(servicer, "127.0.0.1:0")
+    try:
+        assert problem(listener.address) == "reports NOT_SERVING: it loads its model or ends; see its log"
+    finally:
+        listener.stop()
 
 
 @pytest.mark.parametrize("missing", ["tls.crt", "tls.key", "ca.crt"])

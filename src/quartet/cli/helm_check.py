@@ -27,7 +27,7 @@ def check(values: list[Path], chart: Path) -> None:
     """
     names = ", ".join(map(str, values))
     for path in values:
-        if not path.is_file():
+        if not path.exists() or path.is_dir():
             raise ConfigError(f"{path}: no such file; expected a file of values for the chart")
     if not (chart / "Chart.yaml").is_file():
         raise ConfigError(
@@ -56,6 +56,8 @@ def _rendered(values: list[Path], chart: Path) -> list[dict[str, Any]]:
         [helm, "template", "quartet", str(chart), *options], capture_output=True, text=True, check=False
     )
     if result.returncode:
-        message = re.sub(r"(?s)^Error: (execution error at \([^)]*\): )?", "", result.stderr.strip())
-        raise ConfigError(message.split("\n\nUse --debug")[0])
+        # Helm logs lines before, such as for links in the folder of the chart.
+        _, _, message = f"\n{result.stderr.strip()}".partition("\nError: ")
+        message = message.partition("\n\nUse --debug")[0] or result.stderr.strip()
+        raise ConfigError(re.sub(r"^execution error at \([^)]*\): ", "", message))
     return [item for item in yaml.safe_load_all(result.stdout) if item]

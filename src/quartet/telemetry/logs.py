@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,20 @@ class _Lines(structlog.PrintLogger):
     log = debug = info = warn = warning = failure = fatal = error = err = critical = exception = msg
 
 
+def _without_members(value: Any) -> Any:
+    """Return a value with the values of enum members, also in lists and dicts."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {_without_members(key): _without_members(each) for key, each in value.items()}
+    return [*map(_without_members, value)] if isinstance(value, list | tuple) else value
+
+
 def _processors(role: str) -> list[Any]:
     def with_role(_: Any, __: str, event: Any) -> Any:
         event["role"] = role
         # The renderer would print the repr of a member.
-        return {key: value.value if isinstance(value, Enum) else value for key, value in event.items()}
+        return {key: _without_members(value) for key, value in event.items()}
 
     return [
         with_role,

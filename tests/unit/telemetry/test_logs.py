@@ -33,8 +33,8 @@ def test_a_line_has_time_level_role_and_event(level: str, capsys: pytest.Capture
 
 def test_a_role_is_shown_as_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs("tests")
-    structlog.get_logger().info("waiting for a service", service=Role.ACTOR)
-    assert capsys.readouterr().err.endswith("event='waiting for a service' service='actor'\n")
+    structlog.get_logger().info("waiting", service=Role.ACTOR, all=(Role.CRITIC,), seconds={Role.REWARD: 1})
+    assert capsys.readouterr().err.endswith("service='actor' all=['critic'] seconds={'reward': 1}\n")
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")

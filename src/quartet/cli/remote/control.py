@@ -46,6 +46,10 @@ def _wait(api: Api, command: str, committed: int) -> str:
         if command == "pause" and run["state"] == RunState.PAUSED:
             return f"paused after step {run['step']}"
         if command == "checkpoint":
+            if run["state"] == RunState.PAUSED and not run["step"]:
+                raise ServiceFailed(
+                    f"{api.target.given}: is paused before its first step, so there is nothing to save; resume it first"
+                )
             newest = max((each["step"] for each in api.get("/checkpoints")["items"] if not each["problem"]), default=0)
             if newest >= max(committed, 1):
                 return f"has the checkpoint of step {newest}"
