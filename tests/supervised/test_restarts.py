@@ -21,6 +21,8 @@ from quartet.supervised import checkpoints, stage, trainers
 from tests.supervised.test_stages import Stages
 from tests.supervised.test_stages import stages as stages
 
+THREE_STEPS = {"steps": 3}
+
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {
@@ -131,7 +133,26 @@ def with_pickle(checkpoint: Path) -> None:
     (checkpoint / "optimizer.pt").write_bytes(b"\x80\x04N.")
 
 
-@pytest.mark.parametrize("every_steps", [2, 6])
+@pytest.fixture(scope="module")
+def cut(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Stages, int], Path]:
+    """Return a function that gives a test a run of 3 steps killed after ``step``, one with a checkpoint.
+
+    Each is trained once and copied. It returns the checkpoint.
+    """
+    trained: dict[int, Path] = {}
+
+    def copied(stages: Stages, step: int) -> Path:
+        if step not in trained:
+            trained[step] = tmp_path_factory.mktemp("cut")
+            with pytest.MonkeyPatch.context() as patch:
+                cut_after(Stages(toy, trained[step]), patch, step)
+        shutil.copytree(trained[step] / "runs", stages.folder / "runs")
+        return RunFiles(stages.folder / "runs/sft").stage / f"step-{step:06d}"
+
+    return copied
+
+
+@pytest.mark.parametrize("step", [2, 3])
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -145,30 +166,39 @@ def with_pickle(checkpoint: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_refused_with_a_remedy(
-    stages: Stages, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None], every_steps: int
+    stages: Stages,
+    cut: Callable[[Stages, int], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Path], None],
+    step: int,
 ) -> None:
-    options: dict[str, Any] = {"checkpoint": {"every_steps": every_steps}}
-    checkpoint = cut_after(stages, monkeypatch, every_steps, **options)
-    spoil(checkpoint)
+    spoil(cut(stages, step))
     monkeypatch.setattr(torch, "load", unpickle)
     with pytest.raises(ConfigError, match=r"^checkpoint .* is damaged \(.*\); start again with --overwrite$") as caught:
-        stages.run("sft", resume=True, **options)
+        stages.run("sft", resume=True, run=THREE_STEPS)
     assert "\n" not in str(caught.value)
-    stages.run("sft", overwrite=True, **options)
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_run_with_a_damaged_checkpoint_is_replaced(
+    stages: Stages, cut: Callable[[Stages, int], Path], step: int
+) -> None:
+    pickled(cut(stages, step))
+    files = stages.run("sft", overwrite=True, run=THREE_STEPS)
+    assert files.is_finished(3)
 
 
 @pytest.mark.parametrize("spoil", [truncated("state.safetensors"), missing("state.safetensors")])
 def test_a_damaged_optimizer_is_refused_with_a_remedy(
-    stages: Stages, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None]
+    stages: Stages, cut: Callable[[Stages, int], Path], spoil: Callable[[Path], None]
 ) -> None:
-    options: dict[str, Any] = {"checkpoint": {"every_steps": 2}}
-    spoil(cut_after(stages, monkeypatch, 2, **options))
+    spoil(cut(stages, 2))
     with pytest.raises(ConfigError, match=r"is damaged \(.*\); start again with --overwrite$"):
-        stages.run("sft", resume=True, **options)
+        stages.run("sft", resume=True, run=THREE_STEPS)
 
 
-def cut_after(stages: Stages, monkeypatch: pytest.MonkeyPatch, step: int, **options: Any) -> Path:
-    """Run a stage of 6 steps that is killed after ``step``, one with a checkpoint. Return the checkpoint."""
+def cut_after(stages: Stages, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Run a stage of 3 steps that is killed after ``step``, one with a checkpoint."""
     append = RunFiles.append_metrics
 
     def killed(files: RunFiles, metrics: dict[str, float]) -> None:
@@ -178,10 +208,10 @@ def cut_after(stages: Stages, monkeypatch: pytest.MonkeyPatch, step: int, **opti
 
     with monkeypatch.context() as patch:
         patch.setattr(RunFiles, "append_metrics", killed)
-        with pytest.raises(KeyboardInterrupt) if step < 6 else nullcontext():
-            stages.run("sft", **options)
-    files = RunFiles(stages.folder / "runs/sft")
-    return unfinished(files) if step == 6 else files.stage / f"step-{step:06d}"
+        with pytest.raises(KeyboardInterrupt) if step < 3 else nullcontext():
+            stages.run("sft", run=THREE_STEPS, checkpoint={"every_steps": step})
+    if step == 3:
+        unfinished(RunFiles(stages.folder / "runs/sft"))
 
 
 def test_a_full_disk_ends_a_stage_with_the_folder_and_a_remedy(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:

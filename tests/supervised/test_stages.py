@@ -38,7 +38,7 @@ class Stages:
     def config(self, stage: str, **sections: dict[str, Any]) -> Path:
         tree: dict[str, Any] = {
             "stage": stage,
-            "run": {"name": stage, "directory": str(self.folder / "runs"), "steps": 6},
+            "run": {"name": stage, "directory": str(self.folder / "runs"), "steps": 4},
             "data": {
                 "train": str(self.toy / "data/pairs.jsonl"),
                 "validation": str(self.toy / "data/validation_pairs.jsonl"),
@@ -63,6 +63,20 @@ class Stages:
 @pytest.fixture
 def stages(toy: Path, tmp_path: Path) -> Stages:
     return Stages(toy, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished_sft(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
+    """Return a finished run of `quartet sft`, which is trained once. Tests must not change it."""
+    return Stages(toy, tmp_path_factory.mktemp("finished")).run("sft")
+
+
+@pytest.fixture
+def finished(finished_sft: RunFiles, stages: Stages) -> RunFiles:
+    """Return a copy of the finished run in the folder of the test."""
+    root = stages.folder / "runs/sft"
+    shutil.copytree(finished_sft.root, root)
+    return RunFiles(root)
 
 
 def batch_of(rows: list[EncodedRow], side: int) -> tuple[torch.Tensor, list[int]]:
@@ -211,15 +225,17 @@ def test_trl_and_peft_get_the_settings_of_the_config(stages: Stages, built: list
 def test_a_resumed_stage_ends_with_the_same_bits(
     stages: Stages, monkeypatch: pytest.MonkeyPatch, stage: str, lora: dict[str, Any] | None
 ) -> None:
-    # The toy has 18 steps in an epoch, so step 20 is in the second.
-    options = {"checkpoint": {"every_steps": 3}, "model": {"lora": lora}}
-    steps = {"steps": 21}
+    # An epoch has 3 steps, so the checkpoint at step 4 is in the second.
+    train = stages.folder / "24.jsonl"
+    train.write_text("".join((stages.toy / "data/pairs.jsonl").read_text().splitlines(keepends=True)[:24]))
+    options = {"checkpoint": {"every_steps": 2}, "model": {"lora": lora}, "data": {"train": str(train)}}
+    steps = {"steps": 7}
     whole = stages.run(stage, run={"name": "whole", **steps}, **options)
     append = RunFiles.append_metrics
 
     def killed(files: RunFiles, metrics: dict[str, float]) -> None:
         append(files, metrics)
-        if metrics["step"] == 19:
+        if metrics["step"] == 5:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -229,7 +245,7 @@ def test_a_resumed_stage_ends_with_the_same_bits(
     cut = RunFiles(stages.folder / "runs/cut")
     assert not cut.policy.exists()
     assert not cut.reward.exists()
-    assert [path.name for path in cut.stage.iterdir()] == ["step-000018"]
+    assert [path.name for path in cut.stage.iterdir()] == ["step-000004"]
     stages.run(stage, run={"name": "cut", **steps}, resume=True, **options)
     first, second = ((each.policy if stage == "sft" else each.reward) for each in (whole, cut))
     weights, others = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
@@ -237,7 +253,7 @@ def test_a_resumed_stage_ends_with_the_same_bits(
     assert all(torch.equal(weights[name], others[name]) for name in weights)
     lines = [[{**line, "seconds": 0} for line in read_step_lines(each.metrics)] for each in (whole, cut)]
     assert lines[0] == lines[1]
-    assert [line["step"] for line in lines[0]] == list(range(1, 22))
+    assert [line["step"] for line in lines[0]] == list(range(1, 8))
 
 
 def test_trackers_get_an_id_of_the_run_that_a_resumed_run_keeps(
@@ -259,24 +275,21 @@ def test_trackers_get_an_id_of_the_run_that_a_resumed_run_keeps(
     assert ids[0] == ids[1] != ids[2]
 
 
-def test_no_file_of_a_stage_is_pickled(stages: Stages) -> None:
-    files = stages.run("sft", checkpoint={"every_steps": 6})
-    names = {path.name: path for path in files.root.rglob("*") if path.is_file()}
+def test_no_file_of_a_stage_is_pickled(finished_sft: RunFiles) -> None:
+    names = {path.name: path for path in finished_sft.root.rglob("*") if path.is_file()}
     assert {"model.safetensors", "state.safetensors", "state.json", "trainer_state.json"} <= names.keys()
     for path in names.values():
         assert path.suffix not in (".bin", ".pt", ".pth", ".pkl")
         assert not path.read_bytes().startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04")), path
 
 
-def test_a_damaged_checkpoint_is_not_read_as_a_pickle(stages: Stages) -> None:
-    options: dict[str, Any] = {"checkpoint": {"every_steps": 3}}
-    files = stages.run("sft", **options)
-    files.outcome.unlink()
-    shutil.rmtree(files.policy)
-    (checkpoint,) = files.stage.iterdir()
+def test_a_damaged_checkpoint_is_not_read_as_a_pickle(stages: Stages, finished: RunFiles) -> None:
+    finished.outcome.unlink()
+    shutil.rmtree(finished.policy)
+    (checkpoint,) = finished.stage.iterdir()
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"is damaged \(no weights as safetensors\); start again with --overwrite"):
-        stages.run("sft", resume=True, **options)
+        stages.run("sft", resume=True)
 
 
 def test_a_policy_is_written_for_the_actor_and_read_as_a_run(
@@ -288,10 +301,10 @@ def test_a_policy_is_written_for_the_actor_and_read_as_a_run(
     tokenizer = load_tokenizer(files.policy)
     assert tokenizer.chat_template == load_tokenizer(stages.toy / "base").chat_template
     assert tokenizer.eos_token_id in stop_token_ids(load_causal_lm(files.policy), tokenizer)
-    assert files.policy_step() == 6
-    assert files.is_finished(6)
+    assert files.policy_step() == 4
+    assert files.is_finished(4)
     lines = read_step_lines(files.metrics)
-    assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4, 6]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4]
     assert all(
         {"loss", "grad_norm", "learning_rate", "token_accuracy", "entropy", "tokens"} <= line.keys() for line in lines
     )
@@ -301,16 +314,16 @@ def test_a_policy_is_written_for_the_actor_and_read_as_a_run(
 
 
 def test_a_finished_stage_is_neither_repeated_nor_overwritten(
-    stages: Stages, capsys: pytest.CaptureFixture[str]
+    stages: Stages, finished: RunFiles, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = stages.run("sft", run={"steps": 1})
+    files = finished
     before = (files.policy / "model.safetensors").stat().st_mtime_ns
-    stages.run("sft", resume=True, run={"steps": 1})
-    assert "is finished: 1 of 1 steps" in capsys.readouterr().out
+    stages.run("sft", resume=True)
+    assert "is finished: 4 of 4 steps" in capsys.readouterr().out
     with pytest.raises(
         ConfigError, match="holds an earlier run; use --resume to continue it, --overwrite to replace it"
     ):
-        stages.run("sft", run={"steps": 1})
+        stages.run("sft")
     assert (files.policy / "model.safetensors").stat().st_mtime_ns == before
     stages.run("sft", overwrite=True, run={"steps": 2})
     assert len(read_step_lines(files.metrics)) == 2
@@ -324,11 +337,11 @@ def test_a_finished_stage_is_neither_repeated_nor_overwritten(
             r"--resume: training\.learning_rate is 0\.5, the run in .* started with 0\.001",
         ),
         ({"data": {"train": "validation_pairs.jsonl"}}, r"--resume: data\.train is"),
-        ({"run": {"steps": 9}}, r"--resume: run\.steps is 9, the run in .* started with 6"),
+        ({"run": {"steps": 9}}, r"--resume: run\.steps is 9, the run in .* started with 4"),
     ],
 )
+@pytest.mark.usefixtures("finished")
 def test_a_stage_is_not_resumed_with_another_config(stages: Stages, changed: dict[str, Any], message: str) -> None:
-    stages.run("sft")
     if "data" in changed:
         changed = {"data": {"train": str(stages.toy / "data" / changed["data"]["train"])}}
     with pytest.raises(ConfigError, match=message):
