@@ -14,7 +14,7 @@ from quartet.demo.toy_task import ToyTask
 from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector
 from tests.e2e.conftest import toy_task
 from tests.preflight_workers import run_here
-from tests.training.measured_once import measured_once
+from tests.training.measured_once import loaded_once, measured_once
 from tests.training.runs import merged, parsed
 
 __all__ = ["toy_task"]
@@ -31,7 +31,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _measured_once() -> Iterator[None]:
-    with measured_once():
+    with measured_once(), loaded_once():
         yield
 
 

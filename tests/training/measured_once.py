@@ -1,12 +1,15 @@
-"""What services, engines and forward passes measure of a model before its use, once for equal models.
+"""What services, engines and forward passes do with a model before its use, once for equal models.
 
-Half of a short run was spent on it.
+Half of a short run was spent on what they measure, and a sixth of the rest on reading checkpoints.
 """
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,8 @@ import xxhash
 from quartet.models.forward import packing
 from quartet.models.generation import torch_engine, trial
 from quartet.models.training.update_memory import measure_policy, measure_value
+from quartet.models.weights import loading
+from quartet.models.weights.towers import unloaded_tensors
 from quartet.services.actor import actor
 from quartet.services.critic import critic
 
@@ -30,7 +35,8 @@ def _once(key: Hashable, measure: Callable[[], Any]) -> Any:
 
 def _shape(model: Any) -> Hashable:
     parameters = tuple((name, item.shape, item.dtype, item.requires_grad) for name, item in model.named_parameters())
-    return type(model), parameters, str(getattr(model, "config", ""))
+    # The string of a config itself would build its defaults, too.
+    return type(model), parameters, str(vars(model.config) if hasattr(model, "config") else "")
 
 
 def _content(model: Any) -> str:
@@ -107,4 +113,50 @@ def measured_once() -> Iterator[None]:
         patch.setattr(packing, "_matches_packed", _matches_packed)
         patch.setattr(actor, "measure_policy", _of_update(measure_policy))
         patch.setattr(critic, "measure_value", _of_update(measure_value))
+        yield
+
+
+_LOAD, _LOAD_CONFIG = loading._load, loading._load_config
+_LOADED: dict[Hashable, Any] = {}
+"""Models as they were read, by their files. None: read once so far, as most checkpoints of runs are."""
+_LOADED_LIMIT = 64
+_loaded_lock = threading.Lock()
+
+
+def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) -> Any:
+    """Return a copy of a model that was read at least twice, from files that have not changed."""
+    if device != "cpu" or not Path(model).is_dir():
+        return _LOAD(model, config, kind, dtype, device)
+    key = (str(model), kind, dtype, *map(_state, sorted(Path(model).iterdir())))
+    with _loaded_lock:
+        if (kept := _LOADED.get(key)) is not None:
+            return copy.deepcopy(kept)
+    loaded = _LOAD(model, config, kind, dtype, device)
+    with _loaded_lock:
+        if len(_LOADED) >= _LOADED_LIMIT:
+            _LOADED.clear()
+        again = key in _LOADED and unloaded_tensors(loaded) is None
+        _LOADED[key] = copy.deepcopy(loaded) if again else None
+    return loaded
+
+
+def _load_config(model: str | Path) -> Any:
+    """Return a copy of a config that was read before, from a file that has not changed."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return _LOAD_CONFIG(model)
+    return copy.deepcopy(_once((_LOAD_CONFIG, str(model), _state(path)), lambda: _LOAD_CONFIG(model)))
+
+
+def _state(path: Path) -> Hashable:
+    stat = path.stat()
+    return path.name, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+@contextmanager
+def loaded_once() -> Iterator[None]:
+    """Copy models instead of reading the same checkpoint again and again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "_load", _load)
+        patch.setattr(loading, "_load_config", _load_config)
         yield
