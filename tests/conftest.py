@@ -6,8 +6,10 @@ import contextlib
 import gc
 import os
 import socketserver
+import ssl
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -78,6 +80,29 @@ def _servers_stop_at_once() -> Iterator[None]:
     """Let HTTP servers, such as those of metrics, notice in less than the usual half a second that they must stop."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socketserver.BaseServer.serve_forever, "__defaults__", (0.02,))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_read_once() -> Iterator[None]:
+    """Give HTTP clients one TLS context. Each would read the certificates of the system, which takes longer than most calls."""
+    try:
+        from httpx2._transports import default
+    except ModuleNotFoundError:  # The environments of other engines do not have it.
+        yield
+        return
+    create, contexts = default.create_ssl_context, dict[tuple[object, ...], ssl.SSLContext]()
+
+    def create_once(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+        if verify is not True or cert is not None:
+            return create(verify, cert, trust_env)
+        key = (trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+        if key not in contexts:
+            contexts[key] = create(verify, cert, trust_env)
+        return contexts[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(default, "create_ssl_context", create_once)
         yield
 
 

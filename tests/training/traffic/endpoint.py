@@ -106,8 +106,8 @@ def train_on(endpoint: Endpoint, name: str) -> Run:
 
 
 @contextmanager
-def busy_users(endpoint: Endpoint, count_users: int, turns: int = 1) -> Iterator[None]:
-    """Let users hold conversations of up to ``turns`` turns, one after the other, inside the context."""
+def busy_users(endpoint: Endpoint, count_users: int, turns: int = 1, pause: float = 0.0) -> Iterator[None]:
+    """Let users hold conversations of up to ``turns`` turns inside the context, with a pause in seconds after each."""
     stop = threading.Event()
 
     def hold_conversations(user: int) -> None:
@@ -115,6 +115,7 @@ def busy_users(endpoint: Endpoint, count_users: int, turns: int = 1) -> Iterator
             if stop.is_set():
                 return
             endpoint.converse(f"user-{user}-{index}", 1 + index % turns)
+            stop.wait(pause)
 
     threads = [threading.Thread(target=hold_conversations, args=[user]) for user in range(count_users)]
     for thread in threads:

@@ -33,7 +33,7 @@ def test_sessions_are_trained_once_although_generator_and_actor_are_lost(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with start(2) as endpoint:
-        with busy_users(endpoint, 3, turns=3):
+        with busy_users(endpoint, 3, turns=3, pause=0.05):
             addresses = endpoint.generators.addresses
             for step, address in ((1, addresses[0]), (2, addresses[1])):
                 wait_for(endpoint.active, lambda step=step: endpoint.active.board.current().step >= step)
