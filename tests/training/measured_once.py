@@ -58,7 +58,7 @@ def _trial_result(untried: str, passes: Callable[[], bool], bits: Any) -> trial.
     if untried or getattr(passes, "__func__", None) is not _TRIAL:
         return trial.trial_result(untried, passes, bits)
     engine: Any = passes.__self__  # type: ignore[attr-defined]
-    more = type(engine), engine._max_concurrent, trial.processor()
+    more = type(engine), trial.processor()
     result: trial.TrialResult = _of_model(
         _TRIAL, engine._model, lambda: trial.trial_result(untried, passes, bits), *more
     )

@@ -41,7 +41,7 @@ def bits(engine: TorchEngine, requests: list[GenerationRequest], slots: int = 25
     return {item.id: (item.response_ids.tobytes(), item.log_probs.tobytes()) for item in trajectories}
 
 
-def many(count: int = 60) -> list[GenerationRequest]:
+def many(count: int = 40) -> list[GenerationRequest]:
     return tiny.requests(count, lengths=(1, 100))
 
 
@@ -65,7 +65,7 @@ def test_random_parts_in_random_order_get_the_same_bits(engine: TorchEngine) -> 
 
 
 def test_requests_that_wait_for_a_slot_get_the_same_bits(engine: TorchEngine) -> None:
-    requests = many(40)
+    requests = many()
     assert bits(engine, requests, 3) == bits(engine, requests, 16) == bits(engine, requests)
 
 
@@ -90,7 +90,7 @@ def test_an_adapter_keeps_the_bits_independent_of_the_batch() -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.fill_(0.05)
-    engine, requests = TorchEngine(model, STOPS, 256), many(30)
+    engine, requests = TorchEngine(model, STOPS, 256), many(12)
     assert engine.batch_invariant
     expected = bits(engine, requests)
     assert {key: value for request in requests for key, value in bits(engine, [request]).items()} == expected

@@ -22,7 +22,7 @@ from tests.unit.models.adapters import adapted, learn, same, snapshot, weight_se
 from tests.unit.models.saving import save_policy
 
 STOPS = frozenset({tiny.EOS})
-REQUESTS = tiny.requests(20)
+REQUESTS = tiny.requests(12)
 NO_TENSORS = WeightSet(0, b"", {})
 
 

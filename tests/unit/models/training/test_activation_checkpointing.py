@@ -27,16 +27,14 @@ PACKED = {"llama": True, "gpt2": True, "gpt_neox": True, "qwen2": True, "mistral
 
 def update(model: Any, recomputes: bool) -> tuple[dict[str, float], list[torch.Tensor]]:
     """Return metrics and weights after an update with several mini-batches and micro-batches."""
-    learned = copy.deepcopy(model)
+    learned, settings = copy.deepcopy(model), updates.settings(num_epochs=1)
     optimizer = create_optimizer(learned, 0.05)
     with activation_checkpointing(learned, recomputes):
         if isinstance(learned, ValueModel):
             experience = updates.experience(None)
-            result = update_value(learned, optimizer, experience, updates.settings(), ValueLossSettings(), 20)
+            result = update_value(learned, optimizer, experience, settings, ValueLossSettings(), 20)
         else:
-            result = update_policy(
-                learned, optimizer, updates.experience(learned), updates.settings(), updates.LOSS, 20
-            )
+            result = update_policy(learned, optimizer, updates.experience(learned), settings, updates.LOSS, 20)
     return result, [parameter.detach() for parameter in learned.parameters()]
 
 

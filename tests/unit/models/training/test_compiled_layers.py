@@ -95,7 +95,7 @@ def model_of(kind: str, trained: str = "policy", lora: bool = False, num_hidden_
 
 def test_an_update_with_captured_layers_computes_the_same(graphs: Graphs) -> None:
     model = model_of("gpt2")
-    compare(update(model, True), update(model, False))
+    compare(update(model, True, max_tokens=80), update(model, False, max_tokens=80))
     assert graphs
 
 
@@ -137,13 +137,13 @@ def test_layers_share_the_code_of_few_compilations_over_many_shapes_and_do_not_u
 
 
 def test_scoring_outside_the_context_is_bit_identical_and_uses_no_compiled_code(graphs: Graphs) -> None:
-    model = tiny.causal("llama")
+    model = tiny.causal("llama", num_hidden_layers=1)
     data = updates.experience(model)
-    expected = response_log_probs(model, data.batch, 0.8, 20)
+    expected = response_log_probs(model, data.batch, 0.8, 80)
 
     def fail() -> None:
         with compiled_layers(model):
-            response_log_probs(model, data.batch, 0.8, 20)
+            response_log_probs(model, data.batch, 0.8, 80)
             raise RuntimeError("loss")
 
     with pytest.raises(RuntimeError, match="loss"):
@@ -151,7 +151,7 @@ def test_scoring_outside_the_context_is_bit_identical_and_uses_no_compiled_code(
     assert graphs
     graphs.clear()
     torch._dynamo.reset()
-    assert (response_log_probs(model, data.batch, 0.8, 20) == expected).all()
+    assert (response_log_probs(model, data.batch, 0.8, 80) == expected).all()
     assert not graphs
     assert not any("forward" in vars(layer) for layer in transformer_layers(model))
 

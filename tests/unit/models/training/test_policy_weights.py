@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -50,17 +51,26 @@ def test_a_corrected_update_agrees_with_a_float64_reference_implementation(name:
     data, optimization = experience(model), settings(num_mini_batches=3)
     if outcome:
         data = with_outcome_advantages(data)
-    reference, without = ReferenceUpdate(model, data, optimization, loss), ReferenceUpdate(model, data, optimization)
+    reference = ReferenceUpdate(model, data, optimization, loss)
     expected = reference.policy()
-    without.policy()
     result = update_policy(model, sgd(model), data, optimization, loss, 40)
     if loss.old_log_probs == "rollout":
         expected = {metric: value for metric, value in expected.items() if metric not in OBSERVED}
     assert {metric: result[metric] for metric in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert largest_difference(model, reference.model) < 1e-5
-    assert largest_difference(reference.model, without.model) > 1e-4, "the bounds are too wide for this data"
+    assert largest_difference(reference.model, uncorrected(outcome)) > 1e-4, "the bounds are too wide for this data"
     for metric in ("importance_masked_fraction", "rejected_fraction", "off_policy_masked_fraction"):
         assert 0 < result.get(metric, 0.5) < 1
+
+
+@cache
+def uncorrected(outcome: bool) -> Any:
+    """Return the model after the update of the test above without a correction."""
+    model = tiny.causal("llama")
+    data = with_outcome_advantages(experience(model)) if outcome else experience(model)
+    reference = ReferenceUpdate(model, data, settings(num_mini_batches=3))
+    reference.policy()
+    return reference.model
 
 
 @pytest.mark.parametrize("num_mini_batches", [pytest.param(1, marks=pytest.mark.slow), 3])
@@ -68,7 +78,7 @@ def test_a_corrected_update_agrees_with_a_float64_reference_implementation(name:
 def test_the_micro_batch_size_does_not_change_a_corrected_update(name: str, num_mini_batches: int) -> None:
     models, results = [], []
     data = experience(tiny.causal("llama"))
-    for max_tokens in (1, 33, 10_000):
+    for max_tokens in (1, 10_000):
         model = tiny.causal("llama")
         optimization = settings(num_mini_batches=num_mini_batches, learning_rate=1e-3)
         optimizer = create_optimizer(model, 0.0, eps=1e-3)
