@@ -4,6 +4,20 @@
 # Each secret has a separate volume below /setup, so that a container gets only the secrets that it needs. Existing secrets are kept.
 # `setup.sh renew-certificates` replaces the certificates.
 set -eu
+case "${1:-}" in
+    "" | renew-certificates) ;;
+    *)
+        echo "error: setup.sh: unknown argument $1; expected none, or renew-certificates" >&2
+        exit 2
+        ;;
+esac
+case "${QUARTET_CERTIFICATE_DAYS:-365}" in
+    [1-9] | [1-9][0-9] | [1-9][0-9][0-9] | [1-3][0-9][0-9][0-9]) ;;
+    *)
+        echo "error: QUARTET_CERTIFICATE_DAYS in .env: ${QUARTET_CERTIFICATE_DAYS}; expected a number of days from 1 to 3650" >&2
+        exit 2
+        ;;
+esac
 if [ "${1:-}" = renew-certificates ] && [ "${QUARTET_TLS:-0}" != 1 ]; then
     echo "error: this stack has no certificates: to use TLS, add docker/compose.tls.yaml to COMPOSE_FILE in .env" >&2
     exit 2
@@ -39,11 +53,11 @@ for process in *; do
     [ -s "$process/ca.crt" ] || complete=false
 done
 if [ "$complete" = true ] && [ "${1:-}" != renew-certificates ]; then exit 0; fi
-# All certificates come from one authority. If this is interrupted, all are created again.
-rm -f ./*/ca.crt
 umask 0077
 quartet certificates /tmp/certificates --days "${QUARTET_CERTIFICATE_DAYS:-365}" > /dev/null
 umask 0227
+# All certificates come from one authority. If this is interrupted, all are created again.
+rm -f ./*/ca.crt
 for process in *; do
     # ca.crt is written last, so that it marks a complete certificate.
     for file in tls.key tls.crt ca.crt; do

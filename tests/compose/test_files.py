@@ -331,6 +331,33 @@ def test_renewing_certificates_without_tls_is_an_error(tmp_path: Path) -> None:
     assert "add docker/compose.tls.yaml to COMPOSE_FILE" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("argument", "days", "problem"),
+    [
+        (
+            "renew-certificate",
+            "365",
+            "setup.sh: unknown argument renew-certificate; expected none, or renew-certificates",
+        ),
+        (
+            "renew-certificates",
+            "abc",
+            "QUARTET_CERTIFICATE_DAYS in .env: abc; expected a number of days from 1 to 3650",
+        ),
+        ("renew-certificates", "0", "QUARTET_CERTIFICATE_DAYS in .env: 0; expected"),
+    ],
+)
+def test_a_renewal_with_wrong_input_changes_nothing(argument: str, days: str, problem: str, tmp_path: Path) -> None:
+    result = run_script("setup.sh", argument, cwd=tmp_path, QUARTET_CERTIFICATE_DAYS=days, QUARTET_TLS="1")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {problem}")
+
+
+def test_earlier_certificates_stay_until_there_are_new_ones() -> None:
+    script = (ROOT / "docker/setup.sh").read_text(encoding="utf-8")
+    assert script.index("\nquartet certificates ") < script.index("\nrm -f ./*/ca.crt")
+
+
 def test_model_services_on_the_cpu_have_a_core_limit() -> None:
     limited = {name for name, service in CPU["services"].items() if "cpus" in service}
     assert limited == {*(role.value for role in MODEL_ROLES), "generator"}
