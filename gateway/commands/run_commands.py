@@ -13,6 +13,7 @@ from quartet.gateway.commands.audit_log import audited
 from quartet.gateway.http.http_errors import ProblemError, WrongField
 from quartet.gateway.monitors.run_progress import END_STATES, RunMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
+from quartet.gateway.schemas import State
 from quartet.rpc.clients import OrchestratorClient
 
 T = TypeVar("T")
@@ -92,10 +93,15 @@ class RunCommands:
         orchestrator = self._monitor.orchestrator(run)
         progress = self._monitor.progress(run)
         if orchestrator is None or progress is None or progress.state in END_STATES:
-            raise ProblemError(
-                409,
-                f"run {run!r}: not active, so it accepts no commands; continue it with quartet train CONFIG --resume",
-            )
+            latest = self._monitor.latest(run)
+            if latest.state == State.FINISHED:
+                now = f"it is finished, {latest.step} of {latest.total_steps} steps"
+            else:
+                now = (
+                    f"it starts, or ended after step {latest.step} of {latest.total_steps}; try again, or continue it: "
+                    "quartet train CONFIG --resume, or with Compose docker compose up"
+                )
+            raise ProblemError(409, f"run {run!r}: not active, so it accepts no commands: {now}")
         return orchestrator
 
 

@@ -51,8 +51,13 @@ def test_a_condition_between_settings_is_checked_before_a_pod_starts(helm: Path,
     [
         ({"redis__maxmemory": "6Gi"}, 'redis.maxmemory: "6Gi"; expected a positive number with a unit of Redis'),
         ({"redis__maxmemry": "6gb"}, "maxmemry"),
+        ({"config__actor__lerning_rate": 1}, "lerning_rate: unknown key; did you mean"),
+        (
+            {"components__actor": {"gpus": 4}, "config__services": {"actor": {"parallel": {"shard": 2}}}},
+            "after a change of them, or of the estimator, run quartet plan again",
+        ),
     ],
-    ids=["a check of the chart", "the schema"],
+    ids=["a check of the chart", "the schema", "an unknown key of the config", "GPUs that do not fit the config"],
 )
 def test_the_message_of_helm_is_the_error(changes: Values, expected: str, helm: Path, tmp_path: Path) -> None:
     message = refused(*written(tmp_path, changed("cpu-kind", **changes)))
@@ -68,3 +73,21 @@ def test_missing_files_and_programs_are_named(tmp_path: Path, monkeypatch: pytes
     assert "helm: no such command" in refused(path)
     assert f"{tmp_path / 'no.yaml'}: no such file" in refused(str(tmp_path / "no.yaml"))
     assert f"--chart {tmp_path}: no Chart.yaml" in refused(path, "--chart", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("- a", "has a list; expected a mapping"),
+        ("a: [", "cannot be read (while parsing a flow"),
+        (
+            "actor: {model: models/policy}",
+            "actor: is a section of a config; put the sections of the config below config:",
+        ),
+    ],
+)
+def test_a_file_without_values_is_named(text: str, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "values.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert refused(str(path)).startswith(f"{path}: {problem}")
+    assert refused(str(tmp_path)).startswith(f"{tmp_path}: is a folder")

@@ -26,24 +26,56 @@ def check(values: list[Path], chart: Path) -> None:
     the chart refuses or whose config no process would load.
     """
     names = ", ".join(map(str, values))
+    given: dict[str, Any] = {}
     for path in values:
-        if not path.exists() or path.is_dir():
-            raise ConfigError(f"{path}: no such file; expected a file of values for the chart")
+        given = merged_trees(given, _values_in(path))
     if not (chart / "Chart.yaml").is_file():
         raise ConfigError(
             f"--chart {chart}: no Chart.yaml there; expected the folder of the chart, helm/quartet in a clone of Quartet"
         )
-    objects = _rendered(values, chart)
+    try:
+        objects = _rendered(values, chart)
+    except ConfigError as error:
+        if "at '/config" in str(error):
+            # Names the file's keys, and what they may be.
+            parse_config(given["config"], f"of {names}")
+        raise
     found = [data for item in objects if CONFIG_FILES[0] in (data := item.get("data") or {})]
     if len(found) != 1:
         raise ConfigError(
             f"--chart {chart}: renders no ConfigMap with {CONFIG_FILES[0]}; expected the chart of Quartet"
         )
     config, layer = (yaml.safe_load(found[0][key]) or {} for key in CONFIG_FILES)
-    loaded = parse_config(merged_trees(config, layer), f"of {names}")
+    try:
+        loaded = parse_config(merged_trees(config, layer), f"of {names}")
+    except ConfigError as error:
+        hint = (
+            "\n  The chart gives services their devices and nodes by components.ROLE.gpus and .nodes; after a change of them, or "
+            "of the estimator, run quartet plan again"
+        )
+        raise ConfigError(f"{error}{hint if 'services.' in str(error) else ''}") from None
     for warning in check_settings(loaded):
         typer.echo(warning)
     typer.echo(f"{names}: valid; `helm install` checks the cluster, and the pods check models and data")
+
+
+def _values_in(path: Path) -> dict[str, Any]:
+    """Return the values in a file. Raises ConfigError."""
+    if not path.is_file():
+        problem = "is a folder" if path.is_dir() else "is no regular file" if path.exists() else "no such file"
+        raise ConfigError(f"{path}: {problem}; expected a file of values for the chart")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"{path}: cannot be read ({problem}); expected values for the chart, in YAML") from None
+    if not isinstance(values or {}, dict):
+        raise ConfigError(f"{path}: has a {type(values).__name__}; expected a mapping, such as config: and components:")
+    if misplaced := sorted({"run", "data", "actor", "algorithm", "rollout"} & set(values or {})):
+        raise ConfigError(
+            f"{path}: {misplaced[0]}: is a section of a config; put the sections of the config below config:"
+        )
+    return values or {}
 
 
 def _rendered(values: list[Path], chart: Path) -> list[dict[str, Any]]:

@@ -133,6 +133,7 @@ def test_a_command_succeeds_if_its_audit_entry_cannot_be_written(
 ) -> None:
     idle = create_run(tmp_path)
     running = RunFiles(active.config.run_directory).audit
+    running.touch()
     running.rename(running.with_suffix(".moved"))
     for path in (running, idle.audit):
         path.mkdir()
