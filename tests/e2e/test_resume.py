@@ -53,7 +53,7 @@ def test_a_run_is_archived_and_restored_by_the_documented_commands(start: Start,
 
     archive, restore = commands("recover.md", "Back up a run", run="tiny")
     assert [line.split()[1] for line in (*archive, *restore) if line.startswith("quartet")] == [
-        *("pause", "checkpoint", "resume", "train")
+        *("pause", "checkpoint", "resume", "checkpoints", "train")
     ]
     original, elsewhere = tmp_path / "runs" / "tiny", tmp_path / "elsewhere"
     restored = elsewhere / "runs" / "tiny"

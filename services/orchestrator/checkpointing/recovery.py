@@ -20,7 +20,7 @@ from quartet.errors import (
     ServiceUnavailable,
 )
 from quartet.rpc.clients import ActorClient, CriticClient
-from quartet.run_directory.checkpoints import Checkpoint
+from quartet.run_directory.checkpoints import Checkpoint, checkpoint_folders
 from quartet.run_directory.identity import Identity
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.algorithm.update_request import start_update
@@ -143,6 +143,14 @@ class Recovery:
         plan = self._plan(newest_checkpoint(False), statuses, len(history), pending_step)
         if None in plan.start_steps.values():
             plan = self._plan(newest_checkpoint(True), statuses, len(history), pending_step)
+        folders = checkpoint_folders(self._files)
+        if plan.step < len(history) and plan.checkpoint is None and folders:
+            raise ConfigError(
+                f"run {self._files.root}: none of its {len(folders)} checkpoints can be used, and the buffer has lost the "
+                f"experience of its {len(history)} steps, so it would begin again; restore it from a backup "
+                f"(quartet checkpoints verify {self._files.root} names what is damaged), or begin again: quartet train CONFIG "
+                "--overwrite"
+            )
         if plan.step < len(history):
             log.warning("sealed experience lost", first_step=plan.step + 1, last_step=len(history))
         self._files.truncate_after(plan.step)

@@ -352,6 +352,17 @@ def test_without_a_checkpoint_the_steps_are_recomputed_from_the_start(tmp_path: 
     ]
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again(tmp_path: Path) -> None:
+    run, buffer = Interrupted(tmp_path, has_checkpoint=False), Buffer([])
+    (run.files.checkpoints / "step-000002").mkdir(parents=True)
+    with pytest.raises(errors.ConfigError, match="none of its 1 checkpoints can be used, and the buffer has lost"):
+        run.recover(buffer, Actor(buffer, 0))
+    assert len(run.files.read_committed()) == COMMITTED
+    # With its experience, it needs no checkpoint.
+    complete = Buffer(range(1, COMMITTED + 1))
+    assert run.recover(complete, Actor(complete, 0)).step == COMMITTED
+
+
 @pytest.mark.parametrize("change", [lambda text: "", lambda text: text.splitlines(keepends=True)[0]])
 def test_metrics_that_end_before_the_checkpoint_are_an_error(change: Callable[[str], str], tmp_path: Path) -> None:
     run, buffer = Interrupted(tmp_path), Buffer([])
