@@ -39,7 +39,14 @@ from quartet.system.fork_server import ForkedProcess, ForkServer
 ROOT = str(Path(__file__).parents[2])
 MARK = "QUARTET_TESTS_MARK"
 """Variable whose place in the environment that /proc shows holds the scratch folder of the command: forks keep their parent's."""
-PRELOADED = (*launcher.PRELOADED, "quartet.cli.start_run", "quartet.api.training", "quartet.gateway.app", "uvicorn")
+PRELOADED = (
+    *launcher.PRELOADED,
+    "quartet.cli.start_run",
+    "quartet.api.training",
+    "quartet.gateway.app",
+    "uvicorn",
+    "tests.e2e.preloaded",
+)
 MODULES = (
     "quartet.cli.main",
     "quartet.gateway",
