@@ -76,7 +76,12 @@ def config(toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "run": {"name": "tiny", "steps": STEPS},
         "data": {"prompts": str(toy_task.prompts), "max_prompt_tokens": MAX_PROMPT},
         "algorithm": {"num_epochs": 2},
-        "rollout": {"prompts_per_step": 8, "max_response_tokens": 12, "score_batch_size": 4},
+        "rollout": {
+            "prompts_per_step": 8,
+            "max_response_tokens": 12,
+            "score_batch_size": 4,
+            "max_concurrent_sequences": 16,
+        },
         "actor": {"model": str(toy_task.policy), "learning_rate": 1e-3},
         "critic": {"learning_rate": 1e-3},
         "reward": {"model": str(toy_task.reward)},
