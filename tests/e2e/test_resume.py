@@ -46,10 +46,13 @@ def test_a_run_whose_launcher_and_redis_are_lost_leaves_no_process_and_resumes_b
 
 def test_a_run_is_archived_and_restored_by_the_documented_commands(start: Start, config: Path, tmp_path: Path) -> None:
     def execute(line: str, folder: Path) -> None:
-        command = line.split()[1:] if line.startswith("quartet ") else ["-c", line]
-        program = QUARTET if line.startswith("quartet ") else Path("/bin/sh")
-        done = subprocess.run([program, *command], cwd=folder, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (0, "")
+        program, *arguments = line.split()
+        if program == "quartet":
+            done = start(*arguments, cwd=folder).wait()
+            assert (done.code, done.err) == (0, "")
+        else:
+            shell = subprocess.run(["/bin/sh", "-c", line], cwd=folder, capture_output=True, text=True, check=False)
+            assert (shell.returncode, shell.stderr) == (0, "")
 
     archive, restore = commands("recover.md", "Back up a run", run="tiny")
     assert [line.split()[1] for line in (*archive, *restore) if line.startswith("quartet")] == [
