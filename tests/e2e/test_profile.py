@@ -9,26 +9,34 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from quartet.system.failpoints import FOLDER_VARIABLE, VARIABLE
 from tests.e2e.commands import committed_steps, settings
 from tests.e2e.conftest import Call, Run, Service, Start, step_metrics, weights
 from tests.e2e.test_gateway import ENDLESS, dashboard_link, get
 
-LONG = settings("run.steps=60", "checkpoint.every_steps=0")
-"""A run that is still active when the command arrives."""
+STEPS = 5
+SHORT = settings(f"run.steps={STEPS}", "checkpoint.every_steps=0")
 
 
 def test_a_profile_is_printed_and_saved_and_changes_no_bit(
     start: Start, config: Path, frozen: Service, tmp_path: Path
 ) -> None:
-    plain = start("train", config, *frozen.serving("reward", "reference"), *LONG, "--set", "run.name=plain")
+    plain = start("train", config, *frozen.serving("reward", "reference"), *SHORT, "--set", "run.name=plain")
     assert plain.wait().code == 0
-    command = start("train", config, *frozen.serving("reward", "reference"), *LONG)
+    # The run is in its second step when the command arrives, and in its last one until the command has ended.
+    failpoints = f"orchestrator.sealed=hold@2,orchestrator.committed=hold@{STEPS}"
+    held = {VARIABLE: failpoints, FOLDER_VARIABLE: str(tmp_path)}
+    command = start("train", config, *frozen.serving("reward", "reference"), *SHORT, environment=held)
     run = tmp_path / "runs" / "tiny"
-    command.wait_for(lambda: committed_steps(run) >= 1)
-    profiled = start("profile", "runs/tiny", "--steps", "2").wait()
+    command.wait_for((tmp_path / "orchestrator.sealed.reached").exists)
+    profile = start("profile", "runs/tiny", "--steps", "2")
+    profile.wait_for(lambda: "profiles the next 2 steps" in profile.out)
+    (tmp_path / "orchestrator.sealed.go").touch()
+    profiled = profile.wait()
+    (tmp_path / "orchestrator.committed.go").touch()
     assert profiled.code == 0, profiled
     assert command.wait().code == 0
-    assert committed_steps(run) == 60
+    assert committed_steps(run) == STEPS
     [folder] = (run / "profiles").iterdir()
     summary = json.loads((folder / "summary.json").read_text())
     first = summary["step"]
@@ -59,7 +67,7 @@ def test_the_profile_of_a_service_that_is_killed_is_incomplete_and_training_goes
     run = tmp_path / "runs" / "tiny"
     command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS)
     command.wait_for(lambda: committed_steps(run) >= 1)
-    profiling = start("profile", "runs/tiny", "--steps", "10")
+    profiling = start("profile", "runs/tiny", "--steps", "5")
     command.wait_for(lambda: "event='profile started'" in (run / "logs" / "critic.log").read_text())
     os.kill(command.child("critic"), signal.SIGKILL)
     result = profiling.wait()

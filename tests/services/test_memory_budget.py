@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -27,6 +27,7 @@ from quartet.services.actor import actor
 from quartet.services.critic import critic
 from quartet.services.memory_budget import UpdateLimits
 from tests.services.model_services import Services
+from tests.training.measured_once import loaded_once, measured_once
 from tests.unit.models import tiny
 from tests.unit.models.updates import experience
 
@@ -37,8 +38,10 @@ LOSSES: dict[Role, Any] = {Role.ACTOR: PolicyLossSettings(), Role.CRITIC: ValueL
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _measured_once() -> None:
-    """Let each service measure at its start."""
+def _measured_once() -> Iterator[None]:
+    """Let each service measure the memory of its updates at its start."""
+    with measured_once(memory=False), loaded_once():
+        yield
 
 
 @pytest.fixture

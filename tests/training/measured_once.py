@@ -102,8 +102,8 @@ _PADDED, _PACKED = packing._padded_states, packing._matches_packed
 
 
 @contextmanager
-def measured_once() -> Iterator[None]:
-    """Keep the results of the trials of engines and packed passes, and of the memory of updates, by model."""
+def measured_once(memory: bool = True) -> Iterator[None]:
+    """Keep the results of the trials of engines and packed passes, and of the ``memory`` of updates, by model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_engine, "trial_result", _trial_result)
         patch.setattr(torch_engine, "unsupported_reason", _of_decoding(torch_engine.unsupported_reason))
@@ -111,8 +111,9 @@ def measured_once() -> Iterator[None]:
         patch.setattr(torch_engine.TorchEngine, "_difference", _difference)
         patch.setattr(packing, "_padded_states", _padded_states)
         patch.setattr(packing, "_matches_packed", _matches_packed)
-        patch.setattr(actor, "measure_policy", _of_update(measure_policy))
-        patch.setattr(critic, "measure_value", _of_update(measure_value))
+        if memory:
+            patch.setattr(actor, "measure_policy", _of_update(measure_policy))
+            patch.setattr(critic, "measure_value", _of_update(measure_value))
         yield
 
 
