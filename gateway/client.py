@@ -276,7 +276,13 @@ class Api:
                 f"the gateway at {target.url} has a certificate of an unknown authority ({why}); "
                 f"set the file of that authority, such as CERTIFICATES/operator/ca.crt, in {CA_FILE_VARIABLE}"
             )
+        if "WRONG_VERSION_NUMBER" in why:
+            return ServiceUnavailable(
+                f"the gateway at {target.url} does not use TLS ({why}); give its URL with http://"
+            )
         message = f"the gateway at {target.url} does not respond ({why})"
+        if isinstance(error, httpx2.RemoteProtocolError):
+            message += "; if it uses TLS, give its URL with https://"
         if target.files is not None and target.files.services.exists():
             # The gateway left its file behind, so it was killed. It may be restarted.
             another = _how_to_open_another(target.files.root)

@@ -24,7 +24,7 @@ from quartet.data.cache_directory import delete, limit_size, user_cache
 from quartet.data.chat_template import NO_INPUTS
 from quartet.data.prompt_datasets import Report, cached_rows_file, rows_file
 from quartet.data.prompt_encoding import EncodedPrompts, PromptEncoder, encode_lines
-from quartet.data.prompt_files import FORMATS, check_regular_file
+from quartet.data.prompt_files import check_regular_file, remedy
 from quartet.data.prompt_lines import iterate_prompts
 from quartet.data.prompt_settings import NO_REVISIONS, PromptSettings, RowMapping
 from quartet.errors import DataError
@@ -63,7 +63,7 @@ class FileDigest:
                     digest.update(chunk)
                     line_breaks += chunk.count(b"\n")
         except OSError as error:
-            raise DataError(f"prompts {path}: cannot be read ({error.strerror}); give a file in {FORMATS}") from None
+            raise DataError(f"prompts {path}: cannot be read ({error.strerror}); {remedy(error)}") from None
         return cls(digest.hexdigest(), line_breaks)
 
     def lines(self, path: Path) -> int | None:

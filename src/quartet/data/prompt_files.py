@@ -50,7 +50,14 @@ def iterate_rows(path: Path, json_columns: Container[str] = JSON_COLUMNS) -> Ite
     except OSError as error:
         # gzip and zstd raise an OSError without an errno for damaged content.
         reason = error.strerror or str(error) or type(error).__name__
-        raise DataError(f"prompts {path}: cannot be read ({reason}); give a file in {FORMATS}") from None
+        raise DataError(f"prompts {path}: cannot be read ({reason}); {remedy(error)}") from None
+
+
+def remedy(error: OSError) -> str:
+    """Return what a user does about a prompts file that cannot be read."""
+    if isinstance(error, PermissionError):
+        return "let the user of this process read it, and enter its folders (chmod a+r FILE, chmod a+x FOLDER)"
+    return f"give a file in {FORMATS}"
 
 
 def check_regular_file(path: Path, name: str = "prompts") -> None:
@@ -61,7 +68,7 @@ def check_regular_file(path: Path, name: str = "prompts") -> None:
     try:
         mode = path.stat().st_mode
     except OSError as error:
-        raise DataError(f"{name} {path}: cannot be read ({error.strerror}); give a file in {FORMATS}") from None
+        raise DataError(f"{name} {path}: cannot be read ({error.strerror}); {remedy(error)}") from None
     if stat.S_ISDIR(mode):
         raise DataError(f"{name} {path}: cannot be read (Is a directory); give a file in {FORMATS}")
     if not stat.S_ISREG(mode):

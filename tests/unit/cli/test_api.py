@@ -178,6 +178,16 @@ def test_each_http_response_raises_the_matching_error(
     assert authorizations == [f"Bearer {SECRET}"]
 
 
+def test_a_url_with_the_scheme_of_tls_says_which_one_the_gateway_has(http_server: Any) -> None:
+    url, _ = http_server(lambda _: json_response({}))
+    url = url.replace("http://", "https://")
+    with (
+        Api(Target(url, url, SECRET, "tiny")) as api,
+        pytest.raises(ServiceUnavailable, match="give its URL with http://"),
+    ):
+        api.get()
+
+
 def test_a_proxy_never_sees_the_token_of_a_gateway_on_this_machine(
     http_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from quartet.data.prompt_cache import FileDigest
-from quartet.data.prompt_files import MAX_LINE_BYTES
+from quartet.data.prompt_files import MAX_LINE_BYTES, remedy
 from quartet.data.prompt_lines import read_prompt_lines
 from quartet.errors import ConfigError, DataError
 
@@ -268,3 +268,8 @@ def test_parquet_without_its_package_is_refused_with_the_command(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"pip install 'quartet-rlhf\[parquet\]'"):
         read_prompt_lines(path)
+
+
+def test_a_file_without_permission_is_not_called_a_wrong_format() -> None:
+    assert "chmod a+r FILE" in remedy(PermissionError())
+    assert "JSON Lines" in remedy(FileNotFoundError())
