@@ -16,6 +16,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from typing import TypeVar
 
 from quartet.system.child_processes import tied_to_parent
 from quartet.system.fork_server import ForkedProcess
+from tests.e2e.forked_program import STACKS
 from tests.e2e.forked_program import start as start_fork
 from tests.waiting import LIMIT, wait_until
 
@@ -180,8 +182,16 @@ class Command:
         return value
 
     def wait(self, seconds: float = LIMIT) -> CommandResult:
-        """Wait until the command exits and return its result."""
-        self.process.wait(seconds)
+        """Wait until the command exits and return its result. If time runs out, fail with its output and its stacks."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            processes = self.processes()
+            for pid in (self.process.pid, *processes):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, STACKS)
+            time.sleep(1)
+            raise AssertionError(f"still running after {seconds} s: {processes}\n{self.out}{self.err}") from None
         duration = time.monotonic() - self._started
         leftovers = list(self.processes().values())
         leftovers += [str(path) for path in (self.scratch / "tmp").iterdir()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import fcntl
 import functools
 import json
@@ -55,6 +56,8 @@ MODULES = (
     "quartet.services",
 )
 """Modules that a program in a fork starts in forks."""
+STACKS = signal.SIGUSR2
+"""Signal that writes the stacks of all threads of a program to its standard error."""
 SERVER = "QUARTET_TESTS_FORK_SERVER"
 """Variable with the process of the tests, its fork server and the descriptor of the connection, if it is a fork itself."""
 
@@ -282,6 +285,7 @@ def _main(path: str, inherited: str) -> None:
     _replace_environment(request.environment)
     os.chdir(request.cwd)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.register(STACKS, file=2)
     if not request.has_pipe:
         # For its services, and for other processes.
         if _make_standby() or _make_standby():
