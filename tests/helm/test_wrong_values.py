@@ -384,7 +384,7 @@ def test_values_at_the_limit_are_accepted(values: dict[str, Any]) -> None:
 
 TEXTS = yaml.safe_load((CHART / "files/texts.yaml").read_text(encoding="utf-8"))
 WRONG_TEXT = "%"
-MAPS = {"components": "actor", "security.tls.existingSecrets": "actor"}
+MAPS = {"components": "actor", "security.tls.existingSecrets": "actor"}  # pragma: allowlist secret
 """Maps of the table without a kind for their keys, with a key for each."""
 
 
