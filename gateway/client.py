@@ -281,7 +281,7 @@ class Api:
                 f"the gateway at {target.url} does not use TLS ({why}); give its URL with http://"
             )
         message = f"the gateway at {target.url} does not respond ({why})"
-        if isinstance(error, httpx2.RemoteProtocolError):
+        if target.files is None and target.url.startswith("http:") and isinstance(error, httpx2.RemoteProtocolError):
             message += "; if it uses TLS, give its URL with https://"
         if target.files is not None and target.files.services.exists():
             # The gateway left its file behind, so it was killed. It may be restarted.

@@ -190,7 +190,7 @@ class Command:
             for pid in (self.process.pid, *processes):
                 with suppress(ProcessLookupError):
                     os.kill(pid, STACKS)
-            time.sleep(1)
+            time.sleep(1)  # They write while this waits.
             raise AssertionError(f"still running after {seconds} s: {processes}\n{self.out}{self.err}") from None
         duration = time.monotonic() - self._started
         leftovers = list(self.processes().values())

@@ -28,6 +28,7 @@ PLACES = {
         "kubectl create namespace",
         "kubectl label namespace",
         "kubectl --namespace quartet (create|get|logs|scale|rollout|wait|delete)",
+        "kubectl --namespace quartet exec .* quartet checkpoints verify",
         "kubectl --namespace quartet port-forward",
         "pkill",
         "kubectl (drain|uncordon|delete namespace)",
@@ -43,7 +44,7 @@ PLACES = {
         "helm (install|upgrade)",
         "kubectl --namespace quartet exec .* tar",
     ],
-    "tests/compose/test_stack.py": ["docker compose", "kubectl --namespace quartet exec .* quartet checkpoints verify"],
+    "tests/compose/test_stack.py": ["docker compose"],
     "tests/e2e/test_resume.py": [
         "quartet (pause|checkpoint|resume) runs/my",
         "quartet train my.yaml --resume",

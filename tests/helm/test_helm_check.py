@@ -67,6 +67,11 @@ def test_the_message_of_helm_is_the_error(changes: Values, expected: str, helm: 
     assert "INFO" not in message
 
 
+@pytest.mark.parametrize("values", [{"loader": {"enabled": True}}, {"config": []}], ids=["none", "a list"])
+def test_values_without_a_config_are_refused_by_the_schema(values: Values, helm: Path, tmp_path: Path) -> None:
+    assert "at '/config" in refused(*written(tmp_path, values))
+
+
 def test_missing_files_and_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path,) = written(tmp_path, changed("cpu-kind"))
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -143,15 +143,14 @@ class Recovery:
         plan = self._plan(newest_checkpoint(False), statuses, len(history), pending_step)
         if None in plan.start_steps.values():
             plan = self._plan(newest_checkpoint(True), statuses, len(history), pending_step)
-        folders = checkpoint_folders(self._files)
-        if plan.step < len(history) and plan.checkpoint is None and folders:
-            raise ConfigError(
-                f"run {self._files.root}: none of its {len(folders)} checkpoints can be used, and the buffer has lost the "
-                f"experience of its {len(history)} steps, so it would begin again; restore it from a backup "
-                f"(quartet checkpoints verify {self._files.root} names what is damaged), or begin again: quartet train CONFIG "
-                "--overwrite"
-            )
         if plan.step < len(history):
+            if plan.checkpoint is None and (damaged := checkpoint_folders(self._files)):
+                raise ConfigError(
+                    f"run {self._files.root}: none of its {len(damaged)} checkpoints can be used, and the buffer has lost the "
+                    f"experience after step {plan.step}, so its steps would be computed again; restore it from a backup "
+                    f"(quartet checkpoints verify {self._files.root} names what is damaged), or begin again: quartet train "
+                    "CONFIG --overwrite"
+                )
             log.warning("sealed experience lost", first_step=plan.step + 1, last_step=len(history))
         self._files.truncate_after(plan.step)
         self._restore_algorithm_state(algorithm_state, plan, history[: plan.step])

@@ -36,9 +36,9 @@ def check(values: list[Path], chart: Path) -> None:
     try:
         objects = _rendered(values, chart)
     except ConfigError as error:
-        if "at '/config" in str(error):
-            # Names the file's keys, and what they may be.
-            parse_config(given["config"], f"of {names}")
+        if "at '/config" in str(error) and isinstance(config := given.get("config"), dict):
+            # Its message says which keys there are.
+            parse_config(config, f"of {names}")
         raise
     found = [data for item in objects if CONFIG_FILES[0] in (data := item.get("data") or {})]
     if len(found) != 1:
