@@ -78,7 +78,7 @@ def uncorrected(outcome: bool) -> Any:
 def test_the_micro_batch_size_does_not_change_a_corrected_update(name: str, num_mini_batches: int) -> None:
     models, results = [], []
     data = experience(tiny.causal("llama"))
-    for max_tokens in (1, 10_000):
+    for max_tokens in (1, 33, 10_000):
         model = tiny.causal("llama")
         optimization = settings(num_mini_batches=num_mini_batches, learning_rate=1e-3)
         optimizer = create_optimizer(model, 0.0, eps=1e-3)
