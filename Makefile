@@ -60,7 +60,7 @@ demo: $(VENV)/.installed ## Train a tiny model from scratch and show what change
 test-fast: $(VENV)/.installed-dev ## Run the unit tests without models and services; a minute
 	$(PYTEST) $(FAST) $(PYTEST_ARGS)
 
-test: $(VENV)/.installed-dev ## Run all tests except the slow suites; about 8 minutes on two cores
+test: $(VENV)/.installed-dev ## Run all tests except the slow suites; about 9 minutes on two cores
 	$(PYTEST) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-dev ## Run all tests and the slow suites that this machine has the tools for
