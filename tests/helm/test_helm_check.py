@@ -76,23 +76,25 @@ def test_missing_files_and_programs_are_named(tmp_path: Path, monkeypatch: pytes
     (path,) = written(tmp_path, changed("cpu-kind"))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "helm: no such command" in refused(path)
-    assert f"{tmp_path / 'no.yaml'}: no such file" in refused(str(tmp_path / "no.yaml"))
+    assert f"values {tmp_path / 'no.yaml'}: cannot be read (No such file or directory)" in refused(
+        str(tmp_path / "no.yaml")
+    )
     assert f"--chart {tmp_path}: no Chart.yaml" in refused(path, "--chart", str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("- a", "has a list; expected a mapping"),
-        ("a: [", "cannot be read (while parsing a flow"),
+        ("- a", ": expected a mapping, such as config:"),
+        ("a: [", ":1: not YAML ("),
         (
             "actor: {model: models/policy}",
-            "actor: is a section of a config; put the sections of the config below config:",
+            ": actor: is a section of a config; put the sections of the config below config:",
         ),
     ],
 )
 def test_a_file_without_values_is_named(text: str, problem: str, tmp_path: Path) -> None:
     path = tmp_path / "values.yaml"
     path.write_text(text, encoding="utf-8")
-    assert refused(str(path)).startswith(f"{path}: {problem}")
-    assert refused(str(tmp_path)).startswith(f"{tmp_path}: is a folder")
+    assert refused(str(path)).startswith(f"values {path}{problem}")
+    assert refused(str(tmp_path)).startswith(f"values {tmp_path}: cannot be read (Is a directory)")

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 import yaml
 
-from quartet.config.loading import merged_trees, parse_config
+from quartet.config.loading import merged_trees, parse_config, read_tree
 from quartet.errors import ConfigError
 from quartet.preflight.ineffective_settings import check_settings
 
@@ -61,21 +61,14 @@ def check(values: list[Path], chart: Path) -> None:
 
 def _values_in(path: Path) -> dict[str, Any]:
     """Return the values in a file. Raises ConfigError."""
-    if not path.is_file():
-        problem = "is a folder" if path.is_dir() else "is no regular file" if path.exists() else "no such file"
-        raise ConfigError(f"{path}: {problem}; expected a file of values for the chart")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        problem = " ".join(str(error).split())
-        raise ConfigError(f"{path}: cannot be read ({problem}); expected values for the chart, in YAML") from None
-    if not isinstance(values or {}, dict):
-        raise ConfigError(f"{path}: has a {type(values).__name__}; expected a mapping, such as config: and components:")
-    if misplaced := sorted({"run", "data", "actor", "algorithm", "rollout"} & set(values or {})):
+    if path.is_fifo():
+        raise ConfigError(f"values {path}: a pipe, which Helm cannot read again; expected a file")
+    values = read_tree(path, "values", "a mapping, such as config: and components:")
+    if misplaced := sorted({"run", "data", "actor", "algorithm", "rollout"} & values.keys()):
         raise ConfigError(
-            f"{path}: {misplaced[0]}: is a section of a config; put the sections of the config below config:"
+            f"values {path}: {misplaced[0]}: is a section of a config; put the sections of the config below config:"
         )
-    return values or {}
+    return values
 
 
 def _rendered(values: list[Path], chart: Path) -> list[dict[str, Any]]:

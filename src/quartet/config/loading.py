@@ -24,6 +24,8 @@ STAGE_NAMES = ("sft", "reward-model")
 Tree = TypeVar("Tree", bound=Section)
 FIRST_CONFIG_LINE = "# The config of a run of Quartet, as resolved.\n"
 """First line of every run's config.yaml. A directory with such a file is a run directory."""
+SECTIONS = "a mapping of sections (run, data, actor, reward, ...)"
+"""What a config file has."""
 MAX_FAST_INDICATORS = 3000
 """Indicators of YAML in a text that libyaml may read. A resolved config has about a third of them."""
 
@@ -56,9 +58,12 @@ def load_section(kind: type[Tree], path: Path, overrides: list[str] | None = Non
     return _parse(kind, tree, " + ".join(map(str, (path, *layers))), locations)
 
 
-def read_tree(path: Path) -> dict[str, Any]:
-    """Return the values in a config file as nested dicts. Raises ConfigError if it cannot be read or is no mapping."""
-    return _read(path)[0]
+def read_tree(path: Path, what: str = "config", expected: str = SECTIONS) -> dict[str, Any]:
+    """Return the values in a config file as nested dicts. Raises ConfigError if it cannot be read or is no mapping.
+
+    ``what`` the file is and the mapping that is ``expected`` are for the message.
+    """
+    return _read(path, what, expected)[0]
 
 
 def shareable_yaml(path: Path, overrides: Sequence[str] = ()) -> str:
@@ -95,7 +100,9 @@ def _as_in_a_file(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
+def _read(
+    path: Path, what: str = "config", expected: str = SECTIONS
+) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
     """Return the values in a file as nested dicts, and the location of each key for error messages.
 
     In a run's config, settings with the default that other settings decide are null again, so that they follow overrides.
@@ -104,20 +111,20 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"config {path}: cannot be read ({_reason(error)}); expected the path of a YAML file"
+            f"{what} {path}: cannot be read ({_reason(error)}); expected the path of a YAML file"
         ) from None
     try:
         node, tree = _parsed(text)
         locations = _key_locations(node, str(path))
     except RecursionError:
-        raise ConfigError(f"config {path}: nested too deeply; expected a mapping of sections") from None
+        raise ConfigError(f"{what} {path}: nested too deeply; expected {expected}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or "malformed"
-        raise ConfigError(f"config {where}: not YAML ({problem})") from None
+        raise ConfigError(f"{what} {where}: not YAML ({problem})") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"config {path}: expected a mapping of sections (run, data, actor, reward, ...)")
+        raise ConfigError(f"{what} {path}: expected {expected}")
     if text.startswith(FIRST_CONFIG_LINE):
         _clear_defaults(tree)
     return tree, locations
