@@ -74,7 +74,7 @@ def serve(given: Path, listen: str | None, overrides: list[str]) -> None:
     config = load_config(path, [*address, *overrides, *environment_overrides()])
     scheme = "http" if config.security.certificates is None else "https"
     console.print(
-        f"endpoint: {scheme}://{config.environment.agent.listen}/v1, model {config.run.name}\n"
+        f"endpoint, once the services are ready: {scheme}://{config.environment.agent.listen}/v1, model {config.run.name}\n"
         f"keys: {config.environment.traffic.viewer_keys_file} for users, "
         f"{config.environment.traffic.operator_keys_file} for rewards",
         soft_wrap=True,

@@ -41,13 +41,13 @@ def steps_of(step: int, total_steps: int, separator: str = "/") -> str:
 
 
 class Messages:
-    """Selection of the notes, alerts and states of a run that have not been printed yet. ``run`` is its directory or URL."""
+    """Selection of the notes, alerts and pauses of a run that have not been printed yet. ``run`` is its directory or URL."""
 
     def __init__(self, run: Path | str) -> None:
         self._run = run
         self._notes: tuple[int, Sequence[object]] = (0, [])
         self._alerts: tuple[int, Sequence[object]] = (0, [])
-        self._paused = self._answers = False
+        self._paused = False
 
     def new_lines(self, progress: Progress) -> list[str]:
         """Return the lines to print for this progress."""
@@ -67,10 +67,6 @@ class Messages:
                 f"paused after step {progress.step}: quartet resume {self._run} continues, "
                 f"quartet stop {self._run} saves the policy and ends the run"
             )
-        # The first weights are on their way to the generators, and requests wait for them.
-        if progress.is_endless and progress.phase == "generate" and not self._answers:
-            self._answers = True
-            lines.append("ready: the policy answers requests")
         self._notes, self._alerts, self._paused = notes, alerts, paused
         return lines
 
